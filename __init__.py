@@ -1,0 +1,1 @@
+"""headstart: train, measure and ship draft models for speculative decoding."""

@@ -1,0 +1,1 @@
+"""How batches are made: conversations, rendering, collation, the verifier's own answers."""

@@ -1,0 +1,216 @@
+"""Read conversations: a JSONL file, a folder of them, or a data set of the Hub.
+
+Three shapes of a row are understood, and turned into one:
+
+- `messages`: [{"role", "content"}, …] as in OpenAI's API, with `tools` beside it if any
+- `conversations`: [{"from", "value"}, …] as in ShareGPT's files
+- `text`: plain text without turns, for base models
+- `prompt` (a string) or `turns` (strings): user turns that still want an answer
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESOURCES = Path(__file__).resolve().parent.parent
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
+}  # fmt: skip
+
+
+@dataclass
+class Conversation:
+    """One row. Plain text has `text` and no messages."""
+
+    id: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    category: str = "all"
+    temperature: float | None = None
+    """Temperature at which the verifier wrote the answers; None where it is not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"id": self.id, "category": self.category}
+        if self.temperature is not None:
+            row["temperature"] = self.temperature
+        if self.tools:
+            row["tools"] = self.tools
+        if self.text is not None:
+            return row | {"text": self.text}
+        return row | {"messages": self.messages}
+
+
+def read(source: str, split: str = "train", limit: int | None = None) -> Iterator[Conversation]:
+    """Stream the conversations of `source`, at most `limit`.
+
+    Args:
+        source: a .jsonl file, a folder with .jsonl files (read in name order), or the name of a
+            Hub data set. A path is looked for below the working directory, then among headstart's
+            own files.
+        split: of a Hub data set.
+
+    Raises:
+        ValueError: no such source, or a row that cannot be read (named by file and line).
+    """
+    for number, conversation in enumerate(_read_all(source, split)):
+        if limit is not None and number >= limit:
+            return
+        yield conversation
+
+
+def resolve(path: str) -> Path | None:
+    """`path` below the working directory, else among headstart's own files, else None."""
+    for candidate in (Path(path), RESOURCES / path):
+        if candidate.exists():
+            return candidate
+    return None
+
+
+def _read_all(source: str, split: str) -> Iterator[Conversation]:
+    path = resolve(source)
+    if path is None and (source.endswith((".jsonl", ".json")) or source.startswith((".", "/"))):
+        raise ValueError(f"data {source!r}: no such file or folder")
+    if path is None:
+        yield from _read_hub(source, split)
+        return
+    files = sorted(path.glob("**/*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"data {source!r}: the folder holds no .jsonl file")
+    for file in files:
+        yield from _read_file(file)
+
+
+def _read_file(file: Path) -> Iterator[Conversation]:
+    with file.open(encoding="utf-8") as lines:
+        number = 0
+        while True:
+            number += 1
+            where = f"{file}, line {number}"
+            try:
+                line = next(lines)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{where}: broken JSON ({error.msg} at column {error.colno}); "
+                    "mend or remove the line"
+                ) from error
+            yield parse(row, where, default_id=f"{file.stem}-{number:06d}")
+
+
+def _read_hub(name: str, split: str) -> Iterator[Conversation]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+    except Exception as error:  # the library raises a dozen kinds, all meaning "not to be had"
+        raise ValueError(
+            f"data {name!r}: neither a local file nor a Hub data set that can be loaded "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
+    for number, row in enumerate(rows):
+        yield parse(row, f"{name}, row {number}", default_id=f"{split}-{number:06d}")
+
+
+def parse(row: Any, where: str, default_id: str) -> Conversation:
+    """One row of any understood shape.
+
+    Raises:
+        ValueError: naming `where` and what is wrong.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    common: dict[str, Any] = {
+        "id": str(row.get("id", row.get("question_id", default_id))),
+        "category": str(row.get("category") or "all"),
+        "temperature": row.get("temperature"),
+    }
+    temperature = common["temperature"]
+    if temperature is not None and (
+        isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature < 0
+    ):
+        raise ValueError(f"{where}: temperature must be a number ≥ 0, got {temperature!r}")
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _json_field(tools, where, "tools")
+    if tools and not isinstance(tools, list):
+        raise ValueError(f"{where}: tools must be a list, got {type(tools).__name__}")
+    common["tools"] = tools or None
+    if isinstance(row.get("messages"), list):
+        messages = [_message(m, where, "role", "content") for m in row["messages"]]
+    elif isinstance(row.get("conversations"), list):
+        messages = [_message(m, where, "from", "value") for m in row["conversations"]]
+        system = row.get("system")
+        if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+    elif isinstance(row.get("turns"), list):
+        messages = [{"role": "user", "content": _content(t, where)} for t in row["turns"]]
+    elif isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    elif isinstance(row.get("text"), str):
+        return Conversation(text=row["text"], **common)
+    else:
+        raise ValueError(
+            f"{where}: no messages, conversations, turns, prompt or text "
+            f"(the row's fields: {', '.join(map(str, row)) or 'none'})"
+        )
+    if not messages:
+        raise ValueError(f"{where}: the conversation has no turns")
+    return Conversation(messages=messages, **common)
+
+
+def _message(message: Any, where: str, role_field: str, content_field: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"{where}: a turn must be an object, got {type(message).__name__}")
+    role = message.get(role_field)
+    if role == "function_call" and role_field == "from":  # ShareGPT: the assistant calls a tool
+        call = _json_field(str(message.get(content_field)), where, "function_call")
+        calls = [{"type": "function", "function": call}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(
+            f"{where}: unknown {role_field} {role!r}; known are {', '.join(sorted(ROLES))}"
+        )
+    kept = {k: v for k, v in message.items() if k not in (role_field, content_field) and v}
+    content = message.get(content_field)
+    if content is None and kept.get("tool_calls"):
+        content = ""
+    return {"role": ROLES[role], "content": _content(content, where)} | kept
+
+
+def _content(content: Any, where: str) -> str:
+    """A string, or the joined text of a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "text" and "text" in part:
+                parts.append(str(part["text"]))
+            elif isinstance(part, str):
+                parts.append(part)
+            else:
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ValueError(f"{where}: content part of type {kind!r}; only text is supported")
+        return "".join(parts)
+    raise ValueError(
+        f"{where}: content must be a string or a list of text parts, got {type(content).__name__}"
+    )
+
+
+def _json_field(text: str, where: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {name} is not JSON ({error.msg})") from error

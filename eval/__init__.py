@@ -1,0 +1,1 @@
+"""How good a drafter is: lossless decoding, replay, acceptance, speed."""

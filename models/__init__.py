@@ -1,0 +1,1 @@
+"""What a drafter is: verifier, drafters, their layers, losses, vocabularies and trees."""

@@ -1,0 +1,110 @@
+"""From logits to distributions and draws. One place, for verifier and drafter alike.
+
+Legend: V vocabulary; leading dimensions are free.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the verifier's next token is chosen. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or a positive number, got {self.temperature}"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The warped distribution, float32 `[..., V]`; a point mass when greedy.
+
+        Order as everywhere: temperature, then top-k, then top-p of what is left.
+        """
+        if self.greedy:
+            best = logits.argmax(-1, keepdim=True)
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
+        logits = logits.float() / self.temperature
+        if self.top_k and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(dim=-1, descending=True)
+            before = ordered.cumsum(-1) - ordered
+            dropped = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
+            probs = probs.masked_fill(dropped, 0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row by inverting the cumulative distribution.
+
+    Args:
+        probs: [..., V], each row sums to 1.
+        uniform: [...], in [0, 1).
+
+    Returns:
+        ids [...], never one of probability 0.
+    """
+    cumulative = probs.double().cumsum(-1)
+    cumulative = cumulative / cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, uniform.double()[..., None], right=True)
+    return index[..., 0].clamp(max=probs.shape[-1] - 1)
+
+
+def residual(q: Tensor, p: Tensor) -> Tensor:
+    """What is left of the verifier's q after drafts from p: (q − p)₊, normalised. `[..., V]`.
+
+    q is the verifier, p the drafter (Leviathan et al. 2023 name them the other way round). Where
+    rounding leaves nothing, q itself: then p = q and a rejection has probability zero.
+    """
+    left = (q - p).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total.clamp(min=1e-45), q)
+
+
+class RowRandom:
+    """Uniform numbers with one stream per row, so a row's draws do not depend on its batch.
+
+    Seeded by (seed, row id): the same prompt gets the same answer whatever runs beside it, and
+    after a resume.
+    """
+
+    def __init__(self, seed: int, row_ids: list[int]):
+        self.generators = [torch.Generator().manual_seed(mix(seed, row)) for row in row_ids]
+
+    def uniform(self, count: int = 1) -> Tensor:
+        """[rows, count] in [0, 1), double."""
+        draws = [torch.rand(count, generator=g, dtype=torch.double) for g in self.generators]
+        return torch.stack(draws)
+
+    def select_rows(self, rows: list[int]) -> None:
+        self.generators = [self.generators[row] for row in rows]
+
+
+def mix(seed: int, row: int) -> int:
+    """A well-spread 63-bit seed from two numbers (splitmix64's finaliser)."""
+    z = (seed * 0x9E3779B97F4A7C15 + row * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,1 @@
+"""How a drafter is trained: one loop, one script per drafter."""
