@@ -1,0 +1,145 @@
+"""What a drafter is: the contracts that training, replay, decoding and checkpoints rely on.
+
+One alignment for every drafter. Slot t holds the verifier's states of token x_t and the next
+token x_{t+1}, which the verifier has chosen already. Step s = 0, 1, … of slot t predicts x_{t+2+s};
+its teacher is the verifier's distribution q_{t+1+s}. Supervision, loss, metrics and replay are
+written once, on this alignment, outside the drafters.
+
+Legend: B rows, T slots, n new tokens, K draft length, H verifier's hidden size, H' the drafter's,
+V verifier's vocabulary, V' the drafter's, L feature layers.
+"""
+
+import abc
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from headstart.models import losses
+from headstart.models.sampling import Sampling
+from headstart.models.verifier import States, Verifier
+
+
+class Batch(TypedDict, total=False):
+    """Rows ready for the drafter. The last two come from the verifier (featurize)."""
+
+    input_ids: Tensor  # [B, T] long
+    loss_mask: Tensor  # [B, T] long: 0, or the number (1, 2, …) of the assistant turn it belongs to
+    position_ids: Tensor  # [B, T] long, from 0 in each document
+    document_ids: Tensor  # [B, T] long: 0, 1, … by packed document; -1 for padding
+    features: Tensor  # [B, T, L*H]
+    last_hidden: Tensor  # [B, T, H]
+
+
+class Loss(NamedTuple):
+    """A weighted sum, ready for backward, and metrics as (sum, count) pairs."""
+
+    value: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+class Proposal(NamedTuple):
+    """Drafts for one round. The root, the pending token, is not among them."""
+
+    tokens: Tensor  # [B, N] verifier ids
+    parents: Tensor  # [B, N] index of each node's parent, -1 for the root; topological order
+    lengths: Tensor  # [B] how many of the N are real
+    log_probs: Tensor | None  # [B, N, V'] the law each was drawn from; None: point masses
+    vocabulary: Tensor | None  # [V'] verifier id of each column of log_probs; None: V' = V
+
+
+class Drafting(NamedTuple):
+    """How a drafter chooses its drafts: greedily (point masses), or drawn from p."""
+
+    sampled: bool
+    sampling: Sampling
+    """Warps the drafter's logits; not used when greedy."""
+
+
+def supervised(batch: Batch, step: int) -> Tensor:
+    """Which (t, step) are trained and measured: bool [B, T].
+
+    True where x_{t+1} … x_{t+2+step} lie in one assistant turn and x_t in the same document: the
+    pairs that serving can reach.
+    """
+    turns, documents = batch["loss_mask"], batch["document_ids"]
+    reach = step + 2
+    mask = torch.zeros_like(turns, dtype=torch.bool)
+    if turns.shape[1] > reach:
+        first, last = turns[:, 1 : 1 + turns.shape[1] - reach], turns[:, reach:]
+        same_document = documents[:, :-reach] == documents[:, reach:]
+        mask[:, :-reach] = (first == last) & (last > 0) & same_document
+    return mask
+
+
+class Drafter(abc.ABC):
+    """What decoding needs. A state belongs to one batch of texts and grows with it."""
+
+    @abc.abstractmethod
+    def start(self, first_tokens: Tensor) -> Any:
+        """A fresh state for B texts that begin with `first_tokens [B]` (x_0 of each)."""
+
+    @abc.abstractmethod
+    def advance(self, state: Any, tokens: Tensor, lengths: Tensor, states: States) -> None:
+        """Take in verified slots.
+
+        Args:
+            tokens: [B, n]; `tokens[:, i]` is x_{t+1} where `states[:, i]` belongs to x_t. The
+                last one of a row is the pending token.
+            lengths: [B]; how many of the n are real, 0 allowed.
+            states: the verifier's, `[B, n, …]`.
+        """
+
+    @abc.abstractmethod
+    def propose(self, state: Any, draft_length: int, drafting: Drafting, random) -> Proposal:
+        """Draft on top of the pending token. Leaves the state as it was.
+
+        Args:
+            random: a `RowRandom` of B rows, used when `drafting.sampled`.
+        """
+
+    @abc.abstractmethod
+    def select_rows(self, state: Any, rows: Tensor) -> None:
+        """Keep only `rows` of the batch."""
+
+    def observe(self, state: Any, proposal: Proposal, node_logits: Tensor) -> None:  # noqa: B027
+        """See the verifier's logits of all nodes, rejected ones too (for lookahead)."""
+
+
+class TrainableDrafter(Drafter, nn.Module):
+    """A drafter with weights, trained on the verifier's states.
+
+    Subclasses set `feature_layers` and `draft_ids` ([V'] verifier ids, or None for V' = V) and
+    define `unroll` and `logits`.
+    """
+
+    feature_layers: tuple[int, ...]
+    draft_ids: Tensor | None
+
+    def __init__(self, verifier: Verifier, loss: losses.LossConfig):
+        nn.Module.__init__(self)
+        self._held = (verifier,)  # in a tuple: its weights are not ours, to save or to train
+        self.loss = loss
+
+    @property
+    def verifier(self) -> Verifier:
+        return self._held[0]
+
+    @abc.abstractmethod
+    def unroll(self, batch: Batch, num_steps: int) -> Iterator[Tensor]:
+        """Hidden states [B, T, H'] of step 0, 1, …: row t of step s is for x_{t+2+s}."""
+
+    @abc.abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H'] -> [..., V']."""
+
+    def forward(self, batch: Batch, weights: Tensor) -> Loss:
+        """The batch's share of the optimizer step's loss.
+
+        Args:
+            weights: [S]; step s counts `weights[s]` × the sum over its supervised slots. The
+                caller has divided by the slots of the whole optimizer step.
+        """
+        hidden = list(self.unroll(batch, len(weights)))
+        return losses.unrolled_loss(self, batch, hidden, weights)
