@@ -1,0 +1,68 @@
+# What a fresh clone can do. Needs Python 3.10 or later; everything is installed into .venv.
+#
+#   make quickstart   train an EAGLE-3 drafter for the embedded verifier, print its acceptance report
+#   make test         everything but the slow tests
+#   make check        what CI checks beside the tests
+#
+# PIP_ARGS goes to every pip install, for example to name an index with CPU builds of PyTorch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+RECIPE ?= recipes/eagle3/smollm2-135m.yaml
+REPORT ?= outputs/quickstart
+ACCEPTANCE ?= --config recipes/acceptance/quickstart.yaml
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+LAUNCH := $(BIN)/accelerate launch
+
+# Tests never ask the network for a model, whatever the caller's environment says.
+OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: quickstart smoke environment test test-slow test-engine style check wheel clean
+
+quickstart: environment
+	$(LAUNCH) train/eagle3.py --config $(RECIPE)
+	$(BIN)/python eval/acceptance.py $(ACCEPTANCE)
+
+# The quickstart's path on a tiny recipe, in seconds.
+smoke: environment
+	$(OFFLINE) $(LAUNCH) train/eagle3.py --config recipes/eagle3/tiny.yaml
+
+environment: $(INSTALLED)
+
+# Brought up to date whenever the dependencies change.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: environment
+	$(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: environment
+	$(OFFLINE) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Needs an inference engine in the environment; each test skips without one.
+test-engine: environment
+	$(OFFLINE) $(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
+
+style: environment
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: environment
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest --quiet tests/test_layout.py
+
+# A stale build/ would put deleted files into the wheel.
+wheel: environment
+	rm -rf build dist
+	$(BIN)/python -m build
+	rm -rf build
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache
