@@ -10,7 +10,9 @@ V verifier's vocabulary, V' the drafter's, L feature layers.
 """
 
 import abc
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -75,6 +77,9 @@ def supervised(batch: Batch, step: int) -> Tensor:
 
 class Drafter(abc.ABC):
     """What decoding needs. A state belongs to one batch of texts and grows with it."""
+
+    feature_layers: tuple[int, ...] = ()
+    """Layers whose residual stream `States.features` must hold for `advance`; none by default."""
 
     @abc.abstractmethod
     def start(self, first_tokens: Tensor) -> Any:
@@ -143,3 +148,33 @@ class TrainableDrafter(Drafter, nn.Module):
         """
         hidden = list(self.unroll(batch, len(weights)))
         return losses.unrolled_loss(self, batch, hidden, weights)
+
+
+def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -> TrainableDrafter:
+    """Read a drafter that headstart saved.
+
+    Args:
+        allow_verifier: accept a verifier with another fingerprint, such as a quantised copy.
+
+    Raises:
+        ValueError: no drafter there, or one made for another verifier.
+    """
+    from headstart.models.eagle3 import Eagle3
+
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        made_for = config["headstart"]
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
+            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
+        ) from error
+    if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
+        raise ValueError(
+            f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
+            f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
+            "); pass its own verifier, or --allow_verifier for a copy of the same model"
+        )
+    drafter_class = {"eagle3": Eagle3}[made_for["type"]]
+    return drafter_class.load(folder, config, verifier, losses.LossConfig())

@@ -91,7 +91,16 @@ class RowRandom:
     """
 
     def __init__(self, seed: int, row_ids: list[int]):
+        self.seed, self.row_ids = seed, list(row_ids)
         self.generators = [torch.Generator().manual_seed(mix(seed, row)) for row in row_ids]
+
+    def fork(self, number: int) -> "RowRandom":
+        """Fresh streams for the same rows, another set for each `number`.
+
+        For a consumer whose number of draws may depend on the batch: it cannot shift the draws of
+        this one.
+        """
+        return RowRandom(mix(self.seed, ~number), self.row_ids)
 
     def uniform(self, count: int = 1) -> Tensor:
         """[rows, count] in [0, 1), double."""
@@ -99,6 +108,7 @@ class RowRandom:
         return torch.stack(draws)
 
     def select_rows(self, rows: list[int]) -> None:
+        self.row_ids = [self.row_ids[row] for row in rows]
         self.generators = [self.generators[row] for row in rows]
 
 

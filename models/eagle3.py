@@ -1,0 +1,356 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer on fused verifier features.
+
+f_t = W_fc [g^(l1); g^(l2); g^(l3)]_t, no bias. The layer's attention reads [norm(E(x)); norm(f)],
+its residual stream is f. Its output o gives logits head'(norm(o)) over the draft vocabulary, and
+is itself the f of the next step (training-time test). Modules are named as vLLM loads them.
+
+Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers, V, V' vocabularies.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from headstart.models import trees, vocab
+from headstart.models.cache import RaggedCache
+from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
+from headstart.models.layers import cached_attention, packed_mask, ttt_attention
+from headstart.models.losses import LossConfig
+from headstart.models.verifier import States, Verifier
+
+
+@dataclass
+class Eagle3Config:
+    """The drafter's shape; what is not here is the verifier's."""
+
+    feature_layers: tuple[int, ...] | None = None
+    """Residual streams to fuse, ascending, after layer l = 1 … n; default 2, n // 2, n - 3."""
+    draft_vocab_size: int | None = None
+    """Ids the drafter can propose; default: the verifier's whole vocabulary."""
+    init: str = "verifier"
+    """verifier: start from its last decoder layer where the shapes allow; random: do not."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed back the normed output instead of the output itself."""
+    fc_norm: bool = False
+    """EAGLE-3.1: norm each fused feature first."""
+
+    def __post_init__(self) -> None:
+        if self.init not in ("verifier", "random"):
+            raise ValueError(f"drafter.init must be verifier or random, got {self.init!r}")
+
+
+def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layer ids, or the default ones.
+
+    Raises:
+        ValueError: ids out of 1 … n, not ascending, or no default for so shallow a verifier.
+    """
+    if layers is None:
+        if num_layers < 7:
+            raise ValueError(
+                f"drafter.feature_layers: the default (2, n // 2, n - 3) needs a verifier of 7 "
+                f"layers or more, this one has {num_layers}; pass ids such as [{num_layers}]"
+            )
+        return 2, num_layers // 2, num_layers - 3
+    layers = tuple(layers)
+    in_range = all(1 <= layer <= num_layers for layer in layers)
+    if not layers or not in_range or list(layers) != sorted(set(layers)):
+        raise ValueError(
+            f"drafter.feature_layers must be distinct, ascending ids in 1 … {num_layers}, "
+            f"got {list(layers)}"
+        )
+    return layers
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose input is twice as wide as its output."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, self.head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(2 * width, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+
+    def project(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """[B, n, 2H] -> rotated query, rotated key, value, each [B, heads, n, D]."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return [*apply_rotary_pos_emb(query, key, *rotary), value]
+
+
+class Layer(nn.Module):
+    """Decoder layer: attention on [norm(E(x)); norm(f)], residual f."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(width, eps)
+        self.hidden_norm = LlamaRMSNorm(width, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(config)
+
+    def project(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]):  # noqa: ANN201
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        return self.self_attn.project(inputs, rotary)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """[B, n, H] residual and [B, heads, n, D] attention output -> [B, n, H]."""
+        hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class State:
+    """Decoding state: keys of the verified slots, and the last slot's output."""
+
+    def __init__(self, batch_size: int, device: torch.device):
+        self.cache = RaggedCache(batch_size, device)
+        self.slots = torch.zeros(batch_size, dtype=torch.long, device=device)  # [B]
+        self.output: Tensor | None = None  # [B, H] of the last verified slot
+
+
+class Eagle3(TrainableDrafter):
+    """The drafter. Make one with `create`, read one with `load`."""
+
+    def __init__(
+        self, config: LlamaConfig, verifier: Verifier, loss: LossConfig, draft_ids: Tensor | None
+    ):
+        super().__init__(verifier, loss)
+        self.config = config
+        self.feature_layers = tuple(config.eagle_config["eagle_aux_hidden_state_layer_ids"])
+        width, count = config.hidden_size, len(self.feature_layers)
+        self.fc = nn.Linear(count * width, width, bias=False)
+        self.fc_norm = (
+            nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(count))
+            if config.fc_norm
+            else None
+        )
+        self.midlayer = Layer(config)
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        if draft_ids is not None:
+            offsets = draft_ids - torch.arange(len(draft_ids))
+            self.register_buffer("d2t", offsets)  # vLLM's convention: target id = i + d2t[i]
+            member = torch.zeros(config.vocab_size, dtype=torch.bool)
+            self.register_buffer("t2d", member.index_fill(0, draft_ids, True))
+        self.to(verifier.device)
+
+    @classmethod
+    def create(
+        cls, verifier: Verifier, config: Eagle3Config, loss: LossConfig, token_counts: Tensor
+    ) -> "Eagle3":
+        """A new drafter; `token_counts [V]` (supervised tokens) choose its vocabulary."""
+        layers = check_layers(config.feature_layers, verifier.num_layers)
+        size = config.draft_vocab_size or verifier.vocab_size
+        if config.draft_vocab_size is not None:
+            draft_ids = vocab.choose(token_counts, config.draft_vocab_size, verifier)
+        if size == verifier.vocab_size:
+            draft_ids = None
+        drafter = cls(draft_config(verifier, config, layers, size), verifier, loss, draft_ids)
+        drafter.initialise(config.init)
+        return drafter
+
+    @torch.no_grad()
+    def initialise(self, init: str) -> None:
+        """Head rows and final norm from the verifier; with "verifier", its last layer too.
+
+        The copied layer's weights act on the feature half, small random ones on the embedding
+        half, and fc passes the highest feature through, so that training starts near a layer that
+        already turns a late residual stream into the last one.
+        """
+        verifier = self.verifier
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+        rows = verifier.head.weight.float()
+        self.lm_head.weight.copy_(rows if self.draft_ids is None else rows[self.draft_ids])
+        last = verifier.layers[-1]
+        source, target = dict(last.named_parameters()), dict(self.midlayer.named_parameters())
+        halves = {f"self_attn.{p}_proj.weight" for p in "qkv"}
+        wanted = {name: w.shape for name, w in target.items() if name != "hidden_norm.weight"}
+        for name in halves:
+            wanted[name] = torch.Size((wanted[name][0], wanted[name][1] // 2))
+        if init == "random":
+            return
+        if {name: w.shape for name, w in source.items()} != wanted:
+            print(
+                f"drafter.init: the last layer of {verifier.name} has another shape than the "
+                "drafter's; starting from random weights"
+            )
+            return
+        width = self.config.hidden_size
+        for name, weight in source.items():
+            if name in halves:
+                target[name][:, width:].copy_(weight)
+            elif name == "input_layernorm.weight":
+                target["hidden_norm.weight"].copy_(weight)
+            else:
+                target[name].copy_(weight)
+        self.fc.weight[:, -width:].add_(torch.eye(width, device=self.fc.weight.device))
+        norm = [m for m in verifier.decoder.children() if hasattr(m, "weight") and m.weight.dim() == 1]
+        if len(norm) == 1 and norm[0].weight.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(norm[0].weight)
+
+    # ---- training ----------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[B, n, L*H] -> f [B, n, H]."""
+        if self.fc_norm is not None:
+            parts = features.split(self.config.hidden_size, dim=-1)
+            pairs = zip(self.fc_norm, parts, strict=True)
+            features = torch.cat([norm(part) for norm, part in pairs], dim=-1)
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def unroll(self, batch: Batch, num_steps: int) -> Iterator[Tensor]:
+        hidden = self.fuse(batch["features"])
+        mask = packed_mask(batch["document_ids"], hidden.dtype)
+        tokens = batch["input_ids"]
+        keys, values = [], []
+        for s in range(num_steps):
+            tokens = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)  # x_{t+1+s} at slot t
+            embedded = self.verifier.embed(tokens).to(hidden.dtype)
+            rotary = self.rotary(hidden, batch["position_ids"] + s)
+            query, key, value = self.midlayer.project(embedded, hidden, rotary)
+            keys.append(key)
+            values.append(value.to(key.dtype))
+            attended = ttt_attention(query.to(key.dtype), keys, values, mask)
+            hidden = self.midlayer.finish(hidden, attended)
+            yield hidden
+            if self.config.norm_output:
+                hidden = self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    # ---- decoding ----------------------------------------------------------------------------
+
+    def start(self, first_tokens: Tensor) -> State:
+        return State(len(first_tokens), first_tokens.device)
+
+    def advance(self, state: State, tokens: Tensor, lengths: Tensor, states: States) -> None:
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = state.slots[:, None] + steps
+        if len(tokens) > 1:
+            positions = positions.masked_fill(steps >= lengths[:, None], -1)
+        output = self._run(state, self.fuse(states.features), tokens, positions)
+        last = output[torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)]
+        if state.output is not None and len(tokens) > 1:
+            last = torch.where((lengths > 0)[:, None], last, state.output)
+        state.output = last
+        state.slots = state.slots + lengths
+
+    def propose(self, state: State, draft_length: int, drafting: Drafting, random) -> Proposal:  # noqa: ANN001
+        kept, had_holes = state.cache.positions.shape[1], state.cache.has_holes
+        output = state.output[:, None]
+        slots = state.slots - 1
+
+        def step(tokens: Tensor) -> Tensor:
+            nonlocal output, slots
+            slots = slots + 1
+            hidden = self.norm(output) if self.config.norm_output else output
+            output = self._run(state, hidden, tokens[:, None], slots[:, None])
+            return self.logits(output)[:, 0]
+
+        first = self.logits(output)[:, 0]
+        proposal = trees.grow_chain(first, step, draft_length, drafting, random, self.draft_ids)
+        # the drafter's own features must not outlive the proposal: `advance` writes real ones
+        state.cache.truncate(kept)
+        state.cache.has_holes = had_holes
+        return proposal
+
+    def _run(self, state: State, hidden: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The layer over n new slots, appended to the cache: [B, n, H]."""
+        embedded = self.verifier.embed(tokens).to(hidden.dtype)
+        rotary = self.rotary(hidden, positions.clamp(min=0))
+        query, key, value = self.midlayer.project(embedded, hidden, rotary)
+        attended = cached_attention(query, key, value, positions, state.cache)
+        return self.midlayer.finish(hidden, attended)
+
+    def select_rows(self, state: State, rows: Tensor) -> None:
+        state.cache.select_rows(rows)
+        state.slots, state.output = state.slots[rows], state.output[rows]
+
+    # ---- checkpoint --------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """`config.json` and `model.safetensors`, as vLLM loads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config.to_dict() | {"torch_dtype": "float32"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    @classmethod
+    def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "Eagle3":
+        """Read a saved drafter, every tensor of it."""
+        tensors = load_file(folder / "model.safetensors")
+        draft_ids = None
+        if "d2t" in tensors:
+            draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
+        drafter.load_state_dict(tensors)
+        return drafter
+
+
+def draft_config(
+    verifier: Verifier, config: Eagle3Config, layers: tuple[int, ...], draft_vocab_size: int
+) -> LlamaConfig:
+    """The config that is saved: the verifier's shape and positions, and explicit flags."""
+    theirs = verifier.config
+    heads = theirs.num_attention_heads
+    rope = dict(theirs.rope_parameters)
+    if "full_attention" in rope:  # families with one set of positions for each kind of attention
+        rope = dict(rope["full_attention"])
+    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
+    return LlamaConfig(
+        architectures=["LlamaForCausalLMEagle3"],
+        hidden_size=verifier.hidden_size,
+        intermediate_size=theirs.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
+        head_dim=getattr(theirs, "head_dim", None) or verifier.hidden_size // heads,
+        vocab_size=verifier.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=getattr(theirs, "rms_norm_eps", 1e-5),
+        rope_parameters=rope,
+        max_position_embeddings=theirs.max_position_embeddings,
+        hidden_act="silu",
+        attention_bias=False,
+        tie_word_embeddings=False,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+        num_aux_hidden_states=len(layers),
+        eagle_config={
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+            "use_aux_hidden_state": True,
+        },
+        target_hidden_size=verifier.hidden_size,
+        norm_before_residual=False,
+        norm_output=config.norm_output,
+        fc_norm=config.fc_norm,
+        headstart={
+            "type": "eagle3",
+            "verifier": verifier.name,
+            "fingerprint": verifier.fingerprint(),
+        },
+    )

@@ -1,0 +1,44 @@
+"""The draft vocabulary: the few ids a drafter can propose, so that its head stays small.
+
+Legend: V verifier's vocabulary, V' the drafter's.
+"""
+
+import torch
+from torch import Tensor
+
+from headstart.models.verifier import Verifier
+
+
+def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
+    """The `size` most frequent ids, always with every special and terminator id; sorted.
+
+    Args:
+        token_counts: [V], how often each id was supervised. Where fewer than `size` ids occur,
+            the lowest unused ids fill up.
+
+    Raises:
+        ValueError: a size that is not in 1 … V, or too small for the special ids.
+    """
+    total = verifier.vocab_size
+    if not 1 <= size <= total:
+        raise ValueError(
+            f"draft_vocab_size must be in 1 … {total} (the verifier's vocabulary), got {size}"
+        )
+    tokenizer = verifier.tokenizer
+    special = set(tokenizer.all_special_ids) | set(verifier.terminator_ids)
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {i for i in special if i < total}
+    if len(special) > size:
+        raise ValueError(
+            f"draft_vocab_size {size} cannot hold the {len(special)} special ids; "
+            f"pass {len(special)} or more"
+        )
+    rank = token_counts.double().clone()
+    rank[list(special)] = torch.inf
+    order = torch.sort(rank, descending=True, stable=True).indices  # ties: the lowest id first
+    return order[:size].sort().values
+
+
+def coverage(token_counts: Tensor, draft_ids: Tensor) -> float:
+    """Share of supervised tokens that the draft vocabulary holds: a ceiling on accuracy."""
+    return float(token_counts[draft_ids].sum() / token_counts.sum().clamp(min=1))
