@@ -33,11 +33,15 @@ class Conversation:
     category: str = "all"
     temperature: float | None = None
     """Temperature at which the verifier wrote the answers; None where it is not known."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the chat template was given when the answers were written; None: not recorded."""
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"id": self.id, "category": self.category}
         if self.temperature is not None:
             row["temperature"] = self.temperature
+        if self.chat_template_kwargs:
+            row["chat_template_kwargs"] = self.chat_template_kwargs
         if self.tools:
             row["tools"] = self.tools
         if self.text is not None:
@@ -147,6 +151,10 @@ def parse(row: Any, where: str, default_id: str) -> Conversation:
     if tools and not isinstance(tools, list):
         raise ValueError(f"{where}: tools must be a list, got {type(tools).__name__}")
     common["tools"] = tools or None
+    kwargs = row.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ValueError(f"{where}: chat_template_kwargs must be an object, got {kwargs!r}")
+    common["chat_template_kwargs"] = kwargs
     if isinstance(row.get("messages"), list):
         messages = [_message(m, where, "role", "content") for m in row["messages"]]
     elif isinstance(row.get("conversations"), list):
@@ -183,6 +191,9 @@ def _message(message: Any, where: str, role_field: str, content_field: str) -> d
             f"{where}: unknown {role_field} {role!r}; known are {', '.join(sorted(ROLES))}"
         )
     kept = {k: v for k, v in message.items() if k not in (role_field, content_field) and v}
+    ids = kept.get("token_ids", [])
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{where}: token_ids must be a list of token ids")
     content = message.get(content_field)
     if content is None and kept.get("tool_calls"):
         content = ""

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from headstart.data import conversations
 from headstart.data.conversations import Conversation
+from headstart.data.render import template_ids
 from headstart.models.sampling import RowRandom, Sampling, draw
 from headstart.models.verifier import Verifier
 
@@ -175,23 +176,6 @@ def self_prompts(verifier: Verifier, settings: Regenerate) -> Iterator[list[Conv
         yield batch
 
 
-def template_ids(
-    verifier: Verifier, messages: list[dict[str, Any]], conversation: Conversation, kwargs: dict
-) -> list[int]:
-    """Ids of the template's text up to where the assistant begins to write."""
-    if not verifier.tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        return verifier.tokenizer(text).input_ids
-    return verifier.tokenizer.apply_chat_template(
-        messages,
-        tools=conversation.tools,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        **kwargs,
-    )
-
-
 def answer(
     verifier: Verifier, batch: list[Conversation], settings: Regenerate, bar: tqdm
 ) -> list[Conversation]:
@@ -206,12 +190,14 @@ def answer(
     while progress:
         ready = []
         for conversation, written, waiting in progress:
-            while waiting:  # everything up to and with the next user or tool turn that wants a reply
+            while (
+                waiting
+            ):  # everything up to and with the next user or tool turn that wants a reply
                 written.append(waiting.pop(0))
                 following = waiting[0]["role"] if waiting else None
                 if written[-1]["role"] in ("user", "tool") and following != "tool":
                     break
-            ids = template_ids(verifier, written, conversation, kwargs)
+            ids = template_ids(verifier.tokenizer, written, conversation.tools, kwargs)
             room = verifier.context_length - settings.max_new_tokens
             if len(ids) <= min(settings.max_prompt_tokens, room):
                 ready.append((conversation, written, waiting, ids))
@@ -242,6 +228,7 @@ def answer(
                     tools=conversation.tools,
                     category=conversation.category,
                     temperature=settings.temperature,
+                    chat_template_kwargs=settings.chat_template_kwargs,
                 )
             )
     return done
@@ -311,7 +298,12 @@ def run(settings: Regenerate) -> None:
     answered = read_answered(out)
     began, skipped = time.monotonic(), 0
     order = [c.id for c in prompts]
-    bar = tqdm(unit=" tokens", desc=f"{len(answered)} answered before", smoothing=0.1)
+    bar = tqdm(
+        unit=" tokens",
+        desc=f"{len(answered)} answered before",
+        smoothing=0.1,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
     with out.open("a", encoding="utf-8") as file:
 
         def write(batch: list[Conversation]) -> None:
@@ -321,8 +313,6 @@ def run(settings: Regenerate) -> None:
             skipped += len(todo) - len(made)
             for conversation in made:
                 row = conversation.to_json()
-                if settings.chat_template_kwargs:
-                    row["chat_template_kwargs"] = settings.chat_template_kwargs
                 answered[conversation.id] = row
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()

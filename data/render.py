@@ -1,0 +1,520 @@
+"""From conversations to token ids and a mask of what the assistant wrote.
+
+    python data/render.py --verifier embedded/smollm2-135m --data data/smollm2/train.jsonl --row 3
+
+prints one row with its supervised tokens in colour, and an audit of the data set. Only the
+tokenizer is loaded.
+
+The mask holds turn numbers: 0 for text the assistant did not write, 1, 2, … for its turns, each
+with the terminator that ends it. An answer is what follows the prompt that serving would give:
+the chat template over the turns before it, with the generation prompt. Its ids are the stored
+ones where the verifier wrote it (`token_ids`), else the template's `{% generation %}` marks say
+what they are, else the difference between the template with and without the answer.
+
+A conversation is one row as long as every prompt continues the row's ids so far. Where it does
+not, because the template rewrites earlier turns (dropping their reasoning) or because an answer's
+text does not encode back to the ids that the verifier wrote, a new row begins: so every answer
+stands after exactly the tokens it was written after. What follows the last answer is left out.
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from headstart.data import conversations
+from headstart.data.conversations import Conversation
+from headstart.models import embedded
+from headstart.models.verifier import end_of_turn_ids, first_line
+
+OUR_FIELDS = ("token_ids", "truncated")  # of a message; no business of the template's
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass
+class Row:
+    """One document, ready for `collate`."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    """0, or the number of the assistant turn the token belongs to."""
+    id: str
+    category: str = "all"
+    temperature: float | None = None
+    """Temperature at which the verifier wrote the answers; None where it is not known."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    turns: int = 0
+    """Assistant turns, whole, cut or cut away."""
+    finished: int = 0
+    """Assistant turns that came to their end and were not cut: each should hold a terminator."""
+    terminators: int = 0
+    """Supervised terminators."""
+    truncated: bool = False
+    """Whether `max_length` cut something off."""
+
+    @property
+    def empty(self) -> bool:
+        """Without a supervised slot: no turn holds two tokens after a first one."""
+        mask = self.loss_mask[1:]
+        return not any(a == b > 0 for a, b in pairwise(mask))
+
+
+@dataclass
+class Audit:
+    """What became of a data set."""
+
+    conversations: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    """Supervised tokens."""
+    terminators: int = 0
+    """Supervised terminators."""
+    turns: int = 0
+    """Assistant turns."""
+    finished: int = 0
+    """Assistant turns not cut, neither when they were written nor by `max_length`."""
+    truncated: int = 0
+    """Rows cut at `max_length`."""
+    empty: int = 0
+    """Rows without a supervised slot; they are left out of training."""
+    split: int = 0
+    """Conversations that became more than one row."""
+
+    def add(self, rows: list[Row]) -> None:
+        self.conversations += 1
+        self.split += len(rows) > 1
+        for row in rows:
+            self.rows += 1
+            self.tokens += len(row.input_ids)
+            self.supervised += sum(turn > 0 for turn in row.loss_mask)
+            self.terminators += row.terminators
+            self.turns += row.turns
+            self.finished += row.finished
+            self.truncated += row.truncated
+            self.empty += row.empty
+
+    def check(self, source: str, max_length: int) -> None:
+        """Warn when turns lack their terminator.
+
+        Raises:
+            ValueError: there is nothing to learn from; says why.
+        """
+        if self.rows == self.empty:
+            if self.conversations == 0:
+                reason = "it has no rows"
+            elif self.turns == 0:
+                reason = "no row has an assistant turn; let data/regenerate.py answer the prompts"
+            elif self.truncated:
+                reason = f"the answers begin after max_length = {max_length}; raise it"
+            else:
+                reason = (
+                    "nothing of its assistant turns is found in what the verifier's chat template "
+                    "writes; see a row with data/render.py"
+                )
+            raise ValueError(f"data {source!r}: not one supervised token: {reason}")
+        if self.terminators != self.finished:
+            warnings.warn(
+                f"data {source!r}: {self.terminators} supervised terminators for {self.finished} "
+                "finished assistant turns; a drafter learns to stop only where the template ends a "
+                "turn with one of the verifier's terminators. See a row with data/render.py.",
+                stacklevel=2,
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.conversations} conversations, {self.rows} rows ({self.split} conversations "
+            f"split over several), {self.tokens} tokens\n"
+            f"{self.supervised} supervised tokens, {self.terminators} supervised terminators for "
+            f"{self.finished} finished of {self.turns} assistant turns\n"
+            f"{self.truncated} rows truncated, {self.empty} rows without supervision"
+        )
+
+
+def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+    """A verifier's tokenizer and its terminator ids, without its weights.
+
+    Raises:
+        ValueError: no such verifier.
+    """
+    path = embedded.folder(name) if name.startswith("embedded/") else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"verifier {name!r} cannot be loaded: {first_line(error)} "
+            "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+        ) from error
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # the file is optional
+        generation = config
+    found = end_of_turn_ids(tokenizer) if tokenizer.chat_template else set()
+    for ids in (tokenizer.eos_token_id, config.eos_token_id, generation.eos_token_id):
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tokenizer, tuple(sorted(i for i in found if i < config.vocab_size))
+
+
+def template_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    prompt: bool = True,
+) -> list[int]:
+    """Ids of the chat template's text; with `prompt`, up to where the assistant begins to write.
+
+    A base model has no template: the turns' texts, a line each.
+    """
+    if not tokenizer.chat_template:
+        text = "\n".join(message["content"] for message in messages)
+        return _one_bos(tokenizer, tokenizer(text).input_ids)
+    text = _template_text(tokenizer, messages, tools, kwargs, prompt)
+    # the template writes its own BOS, or none
+    return _one_bos(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _template_text(tokenizer, messages, tools, kwargs, prompt) -> str:
+    plain = [{k: v for k, v in m.items() if k not in OUR_FIELDS} for m in messages]
+    return tokenizer.apply_chat_template(
+        plain, tools=tools, add_generation_prompt=prompt, tokenize=False, **(kwargs or {})
+    )
+
+
+def _one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    bos = tokenizer.bos_token_id
+    count = len(list(takewhile(lambda i: i == bos, ids)))
+    return ids[max(0, count - 1) :]
+
+
+def render(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    terminator_ids: Iterable[int],
+    max_length: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[Row]:
+    """The rows of one conversation or plain text: one, unless its turns need several.
+
+    Plain text is one turn, ended by the tokenizer's EOS. An assistant turn with nothing before it
+    is context only, as there is no prompt that it could answer.
+
+    Args:
+        max_length: in tokens; what lies beyond is cut off, without a terminator made up.
+        chat_template_kwargs: for the chat template; None takes those recorded in the row.
+
+    Raises:
+        ValueError: the row's answers were written with other chat_template_kwargs or another
+            tokenizer, or the chat template refuses it. Names the row.
+    """
+    kwargs = _agreed_kwargs(conversation, chat_template_kwargs)
+    terminators = set(terminator_ids)
+    if conversation.text is not None:
+        documents = [_plain_text(conversation.text, tokenizer, terminators)]
+    else:
+        try:
+            documents = _chat(conversation, tokenizer, terminators, kwargs)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"row {conversation.id!r}: the chat template refuses it: {first_line(error)}"
+            ) from error
+    rows = []
+    for number, document in enumerate(documents, 1):
+        suffix = f"/{number}" if len(documents) > 1 else ""
+        row = Row(
+            document.ids[:max_length],
+            document.mask[:max_length],
+            conversation.id + suffix,
+            conversation.category,
+            conversation.temperature,
+            kwargs,
+            turns=document.turns,
+            finished=sum(end <= max_length for end in document.finished),
+            truncated=len(document.ids) > max_length,
+        )
+        while row.truncated and row.loss_mask and row.loss_mask[-1] == 0:
+            row.input_ids.pop(), row.loss_mask.pop()  # a prompt whose answer was cut off
+        pairs = zip(row.input_ids, row.loss_mask, strict=True)
+        row.terminators = sum(turn > 0 and token in terminators for token, turn in pairs)
+        rows.append(row)
+    return rows
+
+
+def render_all(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    terminator_ids: Iterable[int],
+    max_length: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    limit: int | None = None,
+    split: str = "train",
+) -> tuple[list[Row], Audit]:
+    """All rows of a data set that have something to learn from, and the audit.
+
+    Raises:
+        ValueError: as `conversations.read` and `render`; or not one supervised token.
+    """
+    kept: list[Row] = []
+    audit = Audit()
+    for conversation in conversations.read(source, split, limit):
+        rows = render(conversation, tokenizer, terminator_ids, max_length, chat_template_kwargs)
+        audit.add(rows)
+        kept += [row for row in rows if not row.empty]
+    audit.check(source, max_length)
+    return kept, audit
+
+
+# ---- one conversation ------------------------------------------------------------------------
+
+
+@dataclass
+class _Document:
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    turns: int = 0
+    finished: list[int] = field(default_factory=list)  # where each finished turn ends
+
+    def extend(self, ids: list[int], turn: int) -> None:
+        self.ids += ids
+        self.mask += [turn] * len(ids)
+
+
+def _agreed_kwargs(conversation: Conversation, asked: dict[str, Any] | None) -> dict[str, Any]:
+    recorded = conversation.chat_template_kwargs
+    if recorded is None and any("token_ids" in m for m in conversation.messages):
+        recorded = {}  # regenerate.py records them where there are any
+    if asked is not None and recorded is not None and asked != recorded:
+        raise ValueError(
+            f"row {conversation.id!r}: its answers were written with chat_template_kwargs "
+            f"{recorded}, and {asked} is asked for; use the same, or regenerate the answers"
+        )
+    return (recorded if asked is None else asked) or {}
+
+
+def _plain_text(text: str, tokenizer: PreTrainedTokenizerBase, terminators: set[int]) -> _Document:
+    ids = _one_bos(tokenizer, tokenizer(text).input_ids)
+    if tokenizer.eos_token_id is not None and ids and ids[-1] not in terminators:
+        ids = [*ids, tokenizer.eos_token_id]
+    document = _Document()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or (ids[end - 1] in terminators and end > 1):  # a BOS ends nothing
+            document.turns += 1
+            document.extend(ids[start:end], document.turns)
+            document.finished.append(end)
+            start = end
+    return document
+
+
+def _chat(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: set[int],
+    kwargs: dict[str, Any],
+) -> list[_Document]:
+    messages, tools = conversation.messages, conversation.tools
+    documents: list[_Document] = []
+    turn, last = 0, 0
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index == 0:
+            continue
+        if "token_ids" in message:
+            _check_ids(conversation.id, message, tokenizer, terminators)
+            prompt = template_ids(tokenizer, messages[:index], tools, kwargs)
+            answer = message["token_ids"]
+        else:
+            prompt, answer = _written(conversation, index, tokenizer, terminators, kwargs)
+        end = next((i for i, token in enumerate(answer) if token in terminators), len(answer))
+        cut = bool(message.get("truncated"))
+        answer = answer[:end] if cut else answer[: end + 1]
+        if documents and prompt[: len(documents[-1].ids)] == documents[-1].ids:
+            document, turn = documents[-1], turn + 1
+        else:
+            if documents and tokenizer.chat_template:
+                before = _template_text(tokenizer, messages[: last + 1], tools, kwargs, False)
+                now = _template_text(tokenizer, messages[:index], tools, kwargs, True)
+                if not now.startswith(before.rstrip()):
+                    warnings.warn(UNSTABLE, stacklevel=4)
+            document, turn = _Document(), 1
+            documents.append(document)
+        document.extend(prompt[len(document.ids) :], 0)
+        document.extend(answer, turn)
+        document.turns += 1
+        if not cut:
+            document.finished.append(len(document.ids))
+        last = index
+    if not documents:
+        ids = template_ids(tokenizer, messages, tools, kwargs, prompt=False)
+        documents.append(_Document(ids, [0] * len(ids)))
+    return documents
+
+
+UNSTABLE = (
+    "the chat template rewrites earlier assistant turns (it may drop their reasoning): such "
+    "conversations become one row per assistant turn, each as the verifier saw it"
+)
+
+
+def _check_ids(
+    row_id: str, message: dict, tokenizer: PreTrainedTokenizerBase, terminators: set[int]
+) -> None:
+    """Stored ids must be the message's text: those of another tokenizer would train garbage."""
+    ids = message["token_ids"]
+    text = tokenizer.decode(ids[:-1] if ids and ids[-1] in terminators else ids)
+    if message["content"] and "".join(text.split()) != "".join(message["content"].split()):
+        raise ValueError(
+            f"row {row_id!r}: token_ids and content of an assistant turn differ under this "
+            "verifier's tokenizer; another verifier wrote it: regenerate it, or remove token_ids"
+        )
+
+
+def _written(
+    conversation: Conversation,
+    index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: set[int],
+    kwargs: dict[str, Any],
+) -> tuple[list[int], list[int]]:
+    """Prompt and answer ids of assistant turn `index`, from its text."""
+    messages, tools = conversation.messages, conversation.tools
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"row {conversation.id!r}: the verifier has no chat template; give it rows of plain "
+            "text, or answers that data/regenerate.py wrote with it"
+        )
+    prompt = template_ids(tokenizer, messages[:index], tools, kwargs)
+    before = template_ids(tokenizer, messages[:index], tools, kwargs, prompt=False)
+    if _MARK.search(tokenizer.get_chat_template(None, tools)) and tokenizer.is_fast:
+        return _marked(conversation, index, tokenizer, terminators, kwargs, before)
+    whole = template_ids(tokenizer, messages[: index + 1], tools, kwargs, prompt=False)
+    if whole[: len(prompt)] == prompt:
+        return prompt, whole[len(prompt) :]
+    prompt_text = _template_text(tokenizer, messages[:index], tools, kwargs, True)
+    whole_text = _template_text(tokenizer, messages[: index + 1], tools, kwargs, False)
+    if whole_text.startswith(prompt_text):  # a token reaches over the border: serving splits it
+        text = whole_text[len(prompt_text) :]
+        return prompt, tokenizer(text, add_special_tokens=False).input_ids
+    # the generation prompt opens what the finished turn leaves out, e.g. a block of reasoning
+    shared = _shared(whole, prompt)
+    if shared < _shared(before, prompt):
+        raise ValueError(
+            f"row {conversation.id!r}: the chat template rewrites the turns before an answer, so "
+            "the answer's tokens cannot be found; regenerate the answers with this verifier"
+        )
+    warnings.warn(UNSTABLE, stacklevel=5)
+    return whole[:shared], whole[shared:]
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+
+
+def _marked(
+    conversation: Conversation,
+    index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: set[int],
+    kwargs: dict[str, Any],
+    before: list[int],
+) -> tuple[list[int], list[int]]:
+    """As the template's generation marks say, with the end of turn they may leave out."""
+    messages = [
+        {k: v for k, v in m.items() if k not in OUR_FIELDS}
+        for m in conversation.messages[: index + 1]
+    ]
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        tools=conversation.tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **kwargs,
+    )
+    raw, marks = encoded["input_ids"], encoded["assistant_masks"]
+    ids = _one_bos(tokenizer, raw)
+    marks = marks[len(raw) - len(ids) :]
+    end = max((i for i, mark in enumerate(marks, 1) if mark), default=0)
+    start = end - len(list(takewhile(bool, reversed(marks[:end]))))
+    if start < _shared(before, ids):  # an earlier turn's mark: this turn has none
+        return ids, []
+    if ids[end - 1] not in terminators:
+        rest = ids[end:]
+        stop = next((i for i, token in enumerate(rest) if token in terminators), None)
+        if stop is not None and not tokenizer.decode(rest[:stop]).strip():
+            end += stop + 1
+    return ids[:start], ids[start:end]
+
+
+# ---- the script ------------------------------------------------------------------------------
+
+
+@dataclass
+class Render:
+    """Settings of the script."""
+
+    data: str
+    """JSONL file, folder or Hub data set."""
+    verifier: str = "embedded/smollm2-135m"
+    """Embedded name, local folder or Hub name."""
+    row: int = 0
+    """Which conversation to print, from 0."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    limit: int | None = None
+    """Audit only the first so many conversations."""
+    max_length: int = 2048
+    """Rows are cut at so many tokens."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template; the ones recorded in the rows when not given."""
+
+
+def painted(row: Row, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
+    """The row's text, its supervised tokens in colour (turns alternate) or in [[…]]."""
+    parts = []
+    start = 0
+    for end in range(1, len(row.input_ids) + 1):
+        turn = row.loss_mask[start]
+        if end == len(row.input_ids) or row.loss_mask[end] != turn:
+            text = tokenizer.decode(row.input_ids[start:end])
+            if turn and colour:
+                text = f"\x1b[1;{32 if turn % 2 else 36}m{text}\x1b[0m"
+            parts.append(f"[[{text}]]" if turn and not colour else text)
+            start = end
+    return "".join(parts)
+
+
+def run(settings: Render) -> None:
+    """Print one conversation's rows and the audit of all."""
+    if settings.max_length < 1:
+        raise ValueError(f"max_length must be 1 or more, got {settings.max_length}")
+    tokenizer, terminator_ids = load_tokenizer(settings.verifier)
+    arguments = (tokenizer, terminator_ids, settings.max_length, settings.chat_template_kwargs)
+    audit = Audit()
+    shown = False
+    source = conversations.read(settings.data, settings.split, settings.limit)
+    for number, conversation in enumerate(source):
+        rows = render(conversation, *arguments)
+        audit.add(rows)
+        for row in rows if number == settings.row else ():
+            shown = True
+            note = ", truncated" if row.truncated else ""
+            print(f"{row.id} ({row.category}, {len(row.input_ids)} tokens{note})")
+            print(painted(row, tokenizer, sys.stdout.isatty()), end="\n\n")
+    print(audit)
+    audit.check(settings.data, settings.max_length)
+    if not shown:
+        raise ValueError(f"row {settings.row} does not exist: {audit.conversations} rows were read")
+
+
+if __name__ == "__main__":
+    from headstart.script import run_script
+
+    run_script(Render, run)
