@@ -1,15 +1,22 @@
 """What every script shares: settings from YAML and the command line, errors in one line."""
 
+import argparse
+import difflib
+import os
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jsonargparse import auto_cli
+import torch
+from jsonargparse import auto_cli, set_parsing_settings
 
 Settings = TypeVar("Settings")
 ROOT = Path(__file__).resolve().parent
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)  # a field's docstring is its help
 
 
 def run_script(settings_class: type[Settings], run: Callable[[Settings], Any]) -> None:
@@ -19,14 +26,28 @@ def run_script(settings_class: type[Settings], run: Callable[[Settings], Any]) -
     settings. A ValueError is the user's to mend: it ends the program with one line and code 2.
     """
     try:
-        settings = auto_cli(settings_class, as_positional=False, args=arguments(sys.argv[1:]))
+        settings = parse(settings_class, sys.argv[1:])
+        _use_all_cores()
         run(settings)
     except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped by the user", file=sys.stderr)
         sys.exit(130)
+
+
+def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
+    """The settings that a command line asks for.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong kind, no such file; named in one line.
+    """
+    words = arguments(argv)
+    try:
+        return auto_cli(settings_class, as_positional=False, args=words, exit_on_error=False)
+    except (argparse.ArgumentError, TypeError) as error:
+        raise ValueError(_explained(_one_line(error), settings_class, words)) from error
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -36,8 +57,51 @@ def arguments(argv: list[str]) -> list[str]:
         option = re.match(r"--[A-Za-z][\w.-]*", word)
         if option:
             word = "--" + option[0][2:].replace("-", "_") + word[option.end() :]
-        elif words and words[-1] == "--config" and not Path(word).exists():
+        if word.startswith("--config="):
+            words.append("--config")
+            word = word.removeprefix("--config=")
+        if words and words[-1] == "--config" and not Path(word).exists():
             shipped = ROOT / word
             word = str(shipped) if shipped.exists() else word
         words.append(word)
     return words
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _explained(message: str, settings_class: type, words: list[str]) -> str:
+    """The parser's complaint in plain words: which file, which field, and the way out."""
+    message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message).removesuffix(".")
+    message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
+    group = re.match(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    other = re.match(r"(?:unrecognized arguments:|Option) (?:--|')?([\w.]+)", message)
+    field = re.match(r"([\w.]+):", message)
+    unknown = f"{group[1]}.{group[2]}" if group else other[1] if other else ""
+    near = difflib.get_close_matches(unknown, _field_names(settings_class), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "--help lists every setting"
+    given = unknown or (field[1] if field else "")
+    files = [file for word, file in pairwise(words) if word == "--config"]
+    if files and not any(word.split("=")[0] == f"--{given}" for word in words):
+        message = f"{', '.join(files)}: {message}"
+    return f"{message}; {hint}"
+
+
+def _field_names(settings_class: type, prefix: str = "") -> list[str]:
+    names = []
+    for name, field in getattr(settings_class, "__dataclass_fields__", {}).items():
+        names += [prefix + name, *_field_names(field.type, f"{prefix}{name}.")]
+    return names
+
+
+def _use_all_cores() -> None:
+    """Undo the single thread that `accelerate launch` gives a CPU process when nobody asked.
+
+    It exports OMP_NUM_THREADS=1 unless it is told of `--cpu`, and so halves the speed of two
+    cores. Processes of one machine share its cores. Fewer on purpose: taskset.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
