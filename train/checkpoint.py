@@ -1,0 +1,218 @@
+"""Checkpoints of a run: written whole or not at all, the last few and the best kept.
+
+    outputs/<run>/checkpoints/step-000123/    a drafter's folder, as an engine loads it
+                                   resume/    what only training needs
+    outputs/<run>/best                        a relative link to the best of them
+"""
+
+import json
+import random
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import yaml
+from safetensors import safe_open
+
+from headstart.models.drafter import TrainableDrafter
+
+
+@dataclass
+class Saved:
+    """An intact checkpoint and its resume state."""
+
+    folder: Path
+    state: dict[str, Any]
+    """step, tokens, validation."""
+    ranks: list[dict[str, Any]]
+    """Of each rank: loader, averages, random."""
+    optimizer: dict[str, Any]
+
+    def of_rank(self, rank: int, world: int) -> dict[str, Any]:
+        if len(self.ranks) != world:
+            raise ValueError(
+                f"{self.folder} was written by {len(self.ranks)} processes and this run has "
+                f"{world}; resume with {len(self.ranks)}, or start a new run with "
+                f"--init_from {self.folder}"
+            )
+        return self.ranks[rank]
+
+
+class Checkpoints:
+    """The checkpoints below `output_dir`. Only the main process saves."""
+
+    def __init__(self, output_dir: str | Path, keep_last: int, recipe: dict[str, Any]):
+        self.output_dir = Path(output_dir)
+        self.folder = self.output_dir / "checkpoints"
+        self.keep_last = keep_last
+        self.recipe = recipe
+        self.best = self.output_dir / "best"
+
+    def steps(self) -> list[Path]:
+        """Checkpoint folders, oldest first, broken ones too."""
+        return sorted(self.folder.glob("step-*"))
+
+    def open(self, resume: bool) -> Saved | None:
+        """The checkpoint to continue from, if any.
+
+        Raises:
+            ValueError: there are checkpoints and `resume` is false, or all are broken.
+        """
+        if not self.steps():
+            return None
+        if not resume:
+            raise ValueError(
+                f"training.output_dir {str(self.output_dir)!r} holds checkpoints already: "
+                "pass --training.resume true or another output_dir"
+            )
+        newest = self.newest()
+        if newest is None:
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be read; pass another --training.output_dir"
+            )
+        return newest
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that can be read whole; warns of each that cannot."""
+        for folder in reversed(self.steps()):
+            try:
+                return read(folder)
+            except Exception as error:  # whatever a half-written file makes its reader raise
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                warnings.warn(f"skipping broken checkpoint {folder}: {reason[0]}", stacklevel=2)
+        return None
+
+    def intact(self) -> str:
+        """What stands, for error messages."""
+        steps = self.steps()
+        return f"{steps[-1]} is intact" if steps else "no checkpoint was written yet"
+
+    def save(
+        self,
+        drafter: TrainableDrafter,
+        state: dict[str, Any],
+        ranks: list[dict[str, Any]],
+        optimizer: dict[str, Any],
+    ) -> Path:
+        """Write one checkpoint and drop those no longer kept.
+
+        Raises:
+            ValueError: it cannot be written (disk full, …); the earlier ones are as they were.
+        """
+        target = self.folder / f"step-{state['step']:06d}"
+        temporary = self.folder / f".{target.name}.partial"
+        try:
+            for leftover in self.folder.glob(".step-*.partial*"):  # of a killed process
+                shutil.rmtree(leftover, ignore_errors=True)
+            (temporary / "resume").mkdir(parents=True)
+            drafter.save(temporary)
+            (temporary / "recipe.yaml").write_text(yaml.safe_dump(self.recipe, sort_keys=False))
+            (temporary / "README.md").write_text(model_card(self.recipe, state))
+            torch.save(optimizer, temporary / "resume" / "optimizer.pt")
+            torch.save(ranks, temporary / "resume" / "ranks.pt")
+            (temporary / "resume" / "state.json").write_text(json.dumps(state))
+            remove(target)  # a broken one of the same step
+            temporary.rename(target)
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not is_write_error(error):
+                raise
+            raise ValueError(
+                f"checkpoint {target} cannot be written: {error}; {self.intact()}. "
+                "Make room and go on with --training.resume true"
+            ) from error
+        if self.is_better(state["validation"], state["step"]):
+            link = self.output_dir / ".best.partial"
+            link.unlink(missing_ok=True)
+            link.symlink_to(target.relative_to(self.output_dir), target_is_directory=True)
+            link.replace(self.best)
+        best = self.best.resolve()
+        for folder in self.steps()[: -self.keep_last]:
+            if folder.resolve() != best:
+                remove(folder)
+        return target
+
+    def is_better(self, validation: dict[str, Any] | None, step: int | None = None) -> bool:
+        """Whether a validation (of `step`, if given) beats the best checkpoint's τ."""
+        if validation is None or step not in (None, validation["step"]):
+            return False
+        try:
+            state = json.loads((self.best / "resume" / "state.json").read_text())
+        except (OSError, ValueError):  # none yet, or broken
+            return True
+        return acceptance_length(validation) > acceptance_length(state["validation"])
+
+
+def acceptance_length(validation: dict[str, Any]) -> float:
+    """τ; 0 where no answer was long enough to have one."""
+    return validation["acceptance_length"]["value"] or 0.0
+
+
+def read(folder: Path) -> Saved:
+    """A checkpoint with its resume state; raises whatever its broken part makes readers raise."""
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        weights.keys()
+    json.loads((folder / "config.json").read_text())
+    resume = folder / "resume"
+    return Saved(
+        folder,
+        json.loads((resume / "state.json").read_text()),
+        torch.load(resume / "ranks.pt", map_location="cpu", weights_only=True),
+        torch.load(resume / "optimizer.pt", map_location="cpu", weights_only=True),
+    )
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; killed halfway, it leaves nothing that looks like one."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.partial-removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def is_write_error(error: Exception) -> bool:
+    """A failed write: as OSError, or as the writers of weights report it."""
+    return isinstance(error, OSError) or any(
+        words in str(error)
+        for words in ("No space left", "I/O error", "Disk quota", "file write failed")
+    )
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator of this process, in types that `weights_only` loading takes."""
+    name, keys, *rest = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def model_card(recipe: dict[str, Any], state: dict[str, Any]) -> str:
+    """README.md of a checkpoint."""
+    lines = [
+        "# A drafter for speculative decoding, trained with headstart",
+        "",
+        f"- verifier: `{recipe.get('verifier')}`",
+        f"- trained for {state['step']} optimizer steps, {state['tokens']} tokens",
+    ]
+    validation = state["validation"]
+    if validation is not None:
+        tau = acceptance_length(validation)
+        lines.append(f"- replayed acceptance length: {tau:.3f} (step {validation['step']})")
+    return "\n".join([*lines, "", "The recipe is in `recipe.yaml`.", ""])

@@ -1,0 +1,326 @@
+"""The one training loop: any `TrainableDrafter`, under any launcher of Accelerate.
+
+One optimizer step takes in `accumulation` micro-batches on each rank. The loss is a mean over the
+supervised slots of the whole optimizer step, so all of them are fetched and counted first; each
+micro-batch then gets weights that have the count in them, and gradients are simply summed.
+"""
+
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
+
+from headstart.models.drafter import Batch, TrainableDrafter, supervised
+from headstart.train.checkpoint import Checkpoints, Saved, random_state, restore_random
+from headstart.train.tracking import Tracker
+
+
+@dataclass
+class TrainingConfig:
+    """How long, how fast, where to."""
+
+    output_dir: str
+    """Folder of the run: checkpoints, metrics, provenance."""
+    max_steps: int | None = None
+    """Optimizer steps to train. Give exactly one of max_steps, num_epochs, max_tokens."""
+    num_epochs: float | None = None
+    """Passes over the training rows."""
+    max_tokens: int | None = None
+    """Budget of input tokens, each counted every time it is trained on."""
+    accumulation: int = 1
+    """Micro-batches of one rank in an optimizer step."""
+    learning_rate: float = 1e-4
+    """Peak of AdamW's rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape of the rate after warm-up."""
+    warmup: float = 0.03
+    """Share of the run in which the rate rises linearly."""
+    floor: float = 0.1
+    """Where the cosine ends, as a share of learning_rate."""
+    weight_decay: float = 0.0
+    """AdamW's."""
+    max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it."""
+    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
+    """auto: bf16 on CUDA and on CPUs with AMX, else no. Master weights are float32 always."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+    validate_every: int = 100
+    """Optimizer steps between validations; 0: only at the end."""
+    draft_length: int = 4
+    """K of the replayed acceptance length, which also chooses the best checkpoint."""
+    save_every: int = 500
+    """Optimizer steps between checkpoints; 0: only at the end."""
+    keep_last: int = 2
+    """Checkpoints kept, besides the best one."""
+    resume: bool = False
+    """Continue from the newest intact checkpoint of output_dir."""
+
+
+class Loader(Protocol):
+    """What the loop asks of a loader: each `iter` is the rest of one epoch of this rank."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __len__(self) -> int: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def check(settings: TrainingConfig) -> None:
+    """Raise a ValueError for settings that cannot be trained with."""
+    lengths = {k: getattr(settings, k) for k in ("max_steps", "num_epochs", "max_tokens")}
+    given = [name for name, value in lengths.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "training: give exactly one of max_steps, num_epochs and max_tokens, not "
+            f"{' and '.join(given) or 'none'}"
+        )
+    for name in (given[0], "accumulation", "draft_length", "keep_last", "max_grad_norm"):
+        if getattr(settings, name) <= 0:
+            raise ValueError(
+                f"training.{name} is {getattr(settings, name)}; it must be greater than 0"
+            )
+    for name in ("learning_rate", "weight_decay", "validate_every", "save_every"):
+        if getattr(settings, name) < 0:
+            raise ValueError(f"training.{name} is {getattr(settings, name)}; it must not be below 0")
+    for name in ("warmup", "floor"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"training.{name} is {getattr(settings, name)}; it must be in 0 … 1")
+
+
+def launch(settings: TrainingConfig) -> Accelerator:
+    """The `Accelerator` of this process, and every random generator seeded."""
+    check(settings)
+    precision = settings.mixed_precision
+    cuda = torch.cuda.is_available()
+    if precision == "auto":
+        precision = "bf16" if cuda or torch.cpu._is_amx_tile_supported() else "no"
+    sharded = any(
+        os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+        for name in ("DEEPSPEED", "FSDP")
+    )
+    # On CPUs, Accelerate 1.15 starts data parallelism only with cpu=True, and counts one process
+    # under DeepSpeed and FSDP unless told the backend instead.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if sharded and not cuda else []
+    cpu = not cuda and not sharded
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=handlers)
+    set_seed(settings.seed)
+    return accelerator
+
+
+def rate(settings: TrainingConfig, fraction: float) -> float:
+    """Learning rate of an optimizer step that ends at `fraction` (0 … 1) of the run."""
+    if fraction < settings.warmup:
+        return settings.learning_rate * fraction / settings.warmup
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    after = (min(fraction, 1.0) - settings.warmup) / max(1e-12, 1 - settings.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * after))
+    return settings.learning_rate * (settings.floor + (1 - settings.floor) * cosine)
+
+
+def count(batches: list[Batch], num_steps: int) -> Tensor:
+    """Supervised slots of each step over some batches, then their tokens: long [S + 1]."""
+    counts = torch.zeros(num_steps + 1, dtype=torch.long)
+    for batch in batches:
+        for step in range(num_steps):
+            counts[step] += supervised(batch, step).sum().cpu()
+        counts[-1] += (batch["document_ids"] >= 0).sum().cpu()
+    return counts
+
+
+class Averages:
+    """(sum, count) pairs added up over micro-batches and steps, divided once at the log line."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.sums: dict[str, Tensor] = {}  # name -> [2], double
+
+    def add(self, metrics: dict[str, tuple[Any, Any]]) -> None:
+        for name, pair in metrics.items():
+            pair = [torch.as_tensor(x, dtype=torch.double, device=self.device) for x in pair]
+            self.sums[name] = self.sums.get(name, 0) + torch.stack(pair)
+
+    def means(self, accelerator: Accelerator) -> dict[str, float]:
+        """Over all ranks and everything added since the last call."""
+        names = sorted(self.sums)
+        table = torch.stack([self.sums[name] for name in names])
+        sums, counts = accelerator.reduce(table, "sum").cpu().unbind(1)
+        self.sums = {}
+        means = zip(names, (sums / counts).tolist(), counts.tolist(), strict=True)
+        return {name: mean for name, mean, number in means if number > 0}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: pair.cpu() for name, pair in self.sums.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.sums = {name: pair.to(self.device) for name, pair in state.items()}
+
+
+class StopSignal:
+    """Turns SIGTERM, a scheduler's way to end a job, into a flag that the loop looks at."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "StopSignal":
+        self.previous = signal.signal(signal.SIGTERM, self.receive)
+        return self
+
+    def receive(self, *_: Any) -> None:
+        self.received = True
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self.previous)
+
+
+def fit(
+    drafter: TrainableDrafter,
+    loader: Loader,
+    featurize: Callable[[Batch], Batch],
+    settings: TrainingConfig,
+    accelerator: Accelerator,
+    tracker: Tracker,
+    checkpoints: Checkpoints,
+    validate: Callable[[], dict[str, Any]] | None = None,
+    resumed: Saved | None = None,
+) -> dict[str, Any]:
+    """Train `drafter` to the end of its budget, or until SIGTERM.
+
+    Args:
+        loader: batches of this rank, without the verifier's states.
+        featurize: adds the verifier's states.
+        validate: replayed acceptance, keyed as the reports are (`acceptance_length`, …).
+        resumed: checkpoint to continue from; `drafter` has been loaded from it already.
+
+    Returns:
+        `step`, `tokens`, `stopped` (by SIGTERM), and `validation`, the last one's result or None.
+
+    Raises:
+        ValueError: the loss or its gradient is not finite, or a checkpoint cannot be written.
+    """
+    check(settings)
+    world, device, num_steps = accelerator.num_processes, accelerator.device, drafter.loss.num_steps
+    share = drafter.loss.step_weights().double()
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+    )
+    model, optimizer = accelerator.prepare(drafter.train(), optimizer)
+    total_steps = settings.max_steps
+    if settings.num_epochs is not None:
+        total_steps = math.ceil(settings.num_epochs * len(loader) / settings.accumulation)
+
+    step, tokens, finished, validation = 0, 0, False, None
+    averages = Averages(device)
+    if resumed is not None:
+        step, tokens, validation = (resumed.state[k] for k in ("step", "tokens", "validation"))
+        own = resumed.of_rank(accelerator.process_index, world)
+        optimizer.load_state_dict(resumed.optimizer)
+        loader.load_state_dict(own["loader"])
+        averages.load_state_dict(own["averages"])
+        restore_random(own["random"])
+        ended = tokens >= settings.max_tokens if total_steps is None else step >= total_steps
+        if ended:
+            tracker.say(f"step {step}: the run is complete, nothing to resume")
+            return {"step": step, "tokens": tokens, "stopped": False, "validation": validation}
+
+    def save() -> None:
+        ranks = gather_object(
+            [
+                {
+                    "loader": loader.state_dict(),
+                    "averages": averages.state_dict(),
+                    "random": random_state(),
+                }
+            ]
+        )
+        if accelerator.is_main_process:
+            state = {"step": step, "tokens": tokens, "validation": validation}
+            checkpoints.save(drafter, state, ranks, optimizer.state_dict())
+        accelerator.wait_for_everyone()
+
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+    tracker.start(step, tokens)
+    seconds, counted = 0.0, 0  # of training alone, since the last log line
+    with StopSignal() as stop:
+        while not finished:
+            started = time.perf_counter()
+            group = list(itertools.islice(batches, settings.accumulation))
+            if not group:
+                raise ValueError("data.train: the loader gives no batch")
+            flags = torch.tensor([stop.received])
+            counts = torch.cat([count(group, num_steps), flags.long()])
+            counts = accelerator.reduce(counts.to(device), "sum").cpu()
+            stopped = counts[-1].item() > 0  # some rank was told to stop: all end with this step
+            step, tokens = step + 1, tokens + counts[-2].item()
+            if total_steps is None:
+                fraction = tokens / settings.max_tokens
+            else:
+                fraction = step / total_steps
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate(settings, fraction)
+
+            # Gradients are summed over micro-batches and averaged over ranks.
+            slots = counts[:num_steps]
+            weights = torch.where(slots > 0, share * world / slots.clamp(min=1), 0.0)
+            weights = weights.to(device, torch.float32)
+            value = torch.zeros((), device=device)
+            for number, batch in enumerate(group, start=1):
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                with accelerator.autocast():
+                    batch = featurize(batch)
+                if number < len(group):
+                    with accelerator.no_sync(model):
+                        loss = model(batch, weights)
+                        accelerator.backward(loss.value)
+                else:
+                    loss = model(batch, weights)
+                    accelerator.backward(loss.value)
+                value += loss.value.detach()
+                averages.add(loss.metrics)
+            norm = accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
+            if not (math.isfinite(value) and math.isfinite(norm)):
+                tracker.close()
+                raise ValueError(
+                    f"step {step}: the loss is {value.item():g} and its gradient's norm "
+                    f"{float(norm):g}; {checkpoints.intact()}. Lower training.learning_rate "
+                    f"({settings.learning_rate:g}) or set training.mixed_precision to no"
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+            known = float(slots.sum() > 0) / world
+            averages.add({"loss": (value * known, known), "grad_norm": (norm / world, 1 / world)})
+            seconds, counted = seconds + time.perf_counter() - started, counted + counts[-2].item()
+
+            finished = stopped or fraction >= 1
+            tracker.advance(step, fraction)
+            if finished or step % tracker.settings.log_every == 0:
+                numbers = averages.means(accelerator)
+                numbers |= {"lr": rate(settings, fraction), "tokens_per_second": counted / seconds}
+                tracker.log(step, tokens, numbers)
+                seconds, counted = 0.0, 0
+            due = settings.validate_every and step % settings.validate_every == 0
+            better = False
+            if validate is not None and (due or (finished and not stopped)):
+                drafter.eval()
+                with torch.no_grad(), accelerator.autocast():
+                    validation = {"step": step, **validate()}
+                drafter.train()
+                tracker.validated(step, tokens, validation)
+                better = checkpoints.is_better(validation)
+            if finished or better or (settings.save_every and step % settings.save_every == 0):
+                save()
+    tracker.close()
+    if stopped:
+        tracker.say(f"stopped by SIGTERM after step {step}; to go on: --training.resume true")
+    return {"step": step, "tokens": tokens, "stopped": stopped, "validation": validation}
