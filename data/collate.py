@@ -1,0 +1,312 @@
+"""From rows to batches, in an order that can be resumed, and the verifier's states for them.
+
+Legend: B rows of a batch, T slots, H verifier's hidden size, L feature layers. A document is one
+`Row`; a packed batch holds several of them in a row.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.data.render import Row
+from headstart.models.drafter import Batch
+from headstart.models.verifier import Verifier
+
+WINDOW = 1024  # rows that are packed, or sorted by length, among themselves
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit: indices into `lengths`, bin by bin; each goes into the first bin with room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index, length in enumerate(lengths):
+        assert length <= capacity, f"a document of {length} tokens in bins of {capacity}"
+        place = next((b for b, free in enumerate(room) if free >= length), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(index)
+        room[place] -= length
+    return bins
+
+
+def collate(rows: Sequence[Row], max_length: int, packed: bool, pad_id: int = 0) -> Batch:
+    """One batch, on the CPU, without the verifier's states.
+
+    Padded: row b of the batch is `rows[b]`. Packed: first fit of whole documents in rows of
+    `max_length`. Either is padded at the right, to the longest row. Positions begin anew in each
+    document; padding has document id -1, loss mask 0 and position 0.
+    """
+    lengths = [len(row.input_ids) for row in rows]
+    bins = pack(lengths, max_length) if packed else [[index] for index in range(len(rows))]
+    shape = len(bins), max(sum(lengths[index] for index in indices) for indices in bins)
+    batch = Batch(
+        input_ids=torch.full(shape, pad_id),
+        loss_mask=torch.zeros(shape, dtype=torch.long),
+        position_ids=torch.zeros(shape, dtype=torch.long),
+        document_ids=torch.full(shape, -1),
+    )
+    for b, indices in enumerate(bins):
+        start = 0
+        for document, index in enumerate(indices):
+            part = slice(start, start + lengths[index])
+            batch["input_ids"][b, part] = torch.tensor(rows[index].input_ids)
+            batch["loss_mask"][b, part] = torch.tensor(rows[index].loss_mask)
+            batch["position_ids"][b, part] = torch.arange(lengths[index])
+            batch["document_ids"][b, part] = document
+            start += lengths[index]
+    return batch
+
+
+def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices in groups of like length, longest first, for batches of little padding.
+
+    A group, padded, has at most `batch_tokens` slots (one that is longer is a group of its own),
+    and ends where more than an eighth of it would be padding and it has half of its slots.
+    """
+    groups: list[list[int]] = []
+    used = 0  # tokens of the last group
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
+        wasteful = 2 * slots > batch_tokens and 8 * (used + length) < 7 * slots
+        if not groups or slots > batch_tokens or wasteful:
+            groups.append([])
+            used = 0
+        groups[-1].append(index)
+        used += length
+    return groups
+
+
+class Loader:
+    """Batches of whole rows, epoch after epoch; iterating gives the rest of the current epoch.
+
+    The order depends on (seed, epoch) alone. Batches are dealt out to the ranks in turn, the same
+    number to each: where they do not come out even, the largest are halved, so no row is left out
+    or repeated. `state_dict` after a batch continues with the next one.
+
+    Args:
+        batch_tokens: slots of a micro-batch, padding included.
+        max_length: no row is longer; packed rows have this many slots.
+
+    Raises:
+        ValueError: fewer rows than ranks, or a batch that cannot hold `max_length` tokens.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_tokens: int,
+        max_length: int,
+        packed: bool = True,
+        pad_id: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+    ):
+        if batch_tokens < max_length:
+            raise ValueError(
+                f"batch_tokens = {batch_tokens} cannot hold a row of max_length = {max_length} "
+                "tokens; raise the one or lower the other"
+            )
+        if len(rows) < world_size:
+            raise ValueError(f"{len(rows)} rows cannot be shared by {world_size} processes")
+        self.rows = rows
+        self.lengths = [len(row.input_ids) for row in rows]
+        self.batch_tokens, self.max_length, self.packed = batch_tokens, max_length, packed
+        self.pad_id, self.seed, self.shuffle = pad_id, seed, shuffle
+        self.rank, self.world_size = rank, world_size
+        self.epoch = 0
+        self.index = 0  # batches of this epoch that this rank has had
+        self._order: tuple[int, list[list[int]]] = (-1, [])
+
+    def order(self, epoch: int) -> list[list[int]]:
+        """Row indices of every batch of an epoch; rank r has batches r, r + world_size, …"""
+        if self._order[0] != epoch:
+            self._order = epoch, self._make_order(epoch)
+        return self._order[1]
+
+    def _make_order(self, epoch: int) -> list[list[int]]:
+        random = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        count = len(self.rows)
+        order = torch.randperm(count, generator=random).tolist() if self.shuffle else range(count)
+        batches: list[list[int]] = []
+        for first in range(0, count, WINDOW):
+            window = order[first : first + WINDOW]
+            window = sorted(window, key=lambda i: -self.lengths[i])  # packs tighter, pads less
+            lengths = [self.lengths[i] for i in window]
+            if self.packed:
+                bins = pack(lengths, self.max_length)
+                if self.shuffle:
+                    bins = [bins[i] for i in torch.randperm(len(bins), generator=random).tolist()]
+                size = self.batch_tokens // self.max_length
+                # collate's first fit over the rows of these bins never needs more bins than these
+                groups = [list(chain(*bins[i : i + size])) for i in range(0, len(bins), size)]
+            else:
+                groups = by_length(lengths, self.batch_tokens)
+            batches += [[window[i] for i in group] for group in groups]
+        if self.shuffle:
+            batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
+        while len(batches) % self.world_size:
+            largest = max(range(len(batches)), key=lambda i: len(batches[i]))
+            half = len(batches[largest]) // 2
+            batches[largest : largest + 1] = batches[largest][:half], batches[largest][half:]
+        return batches
+
+    def __len__(self) -> int:
+        """Batches of this rank in the current epoch."""
+        return len(self.order(self.epoch)) // self.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        mine = self.order(self.epoch)[self.rank :: self.world_size]
+        for index in range(self.index, len(mine)):
+            last = index + 1 == len(mine)
+            self.epoch, self.index = (self.epoch + 1, 0) if last else (self.epoch, index + 1)
+            rows = [self.rows[i] for i in mine[index]]
+            yield collate(rows, self.max_length, self.packed, self.pad_id)
+
+    def _identity(self) -> dict[str, Any]:
+        names = ("batch_tokens", "max_length", "packed", "seed", "shuffle", "world_size")
+        numbers = {"rows": len(self.rows), "tokens": sum(self.lengths)}
+        return numbers | {name: getattr(self, name) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "index": self.index} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batch at which `state` was taken.
+
+        Raises:
+            ValueError: other data or settings: the batches would not be the same.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the run was begun with {name} = {state[name]} of its training data, now it "
+                    f"is {value}; resume with the same data and settings, or begin a new run"
+                )
+        self.epoch, self.index = state["epoch"], state["index"]
+
+
+# ---- the verifier's states -------------------------------------------------------------------
+
+
+def available_memory() -> int:
+    """Bytes of main memory this process could still take."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:  # no such file on macOS; half of what is built in is a safe guess
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    group = Path("/sys/fs/cgroup")  # a container's limit
+    if (group / "memory.max").exists() and (group / "memory.current").exists():
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    return max(0, free)
+
+
+class Featurizer:
+    """Adds the verifier's states to a batch: `features [B, T, L*H]` and `last_hidden [B, T, H]`.
+
+    The verifier runs over documents, whatever batch they came in: one by one on a CPU, where that
+    is as fast and makes the states bitwise those of the document alone, in groups of like length
+    elsewhere. With `keep`, states stay in main memory by document, if they are expected to fit,
+    and each document is run only once. States of padding are zero.
+
+    Args:
+        layers: ids of the residual streams wanted.
+        keep: keep states over epochs.
+        num_tokens: of all documents that will come, for the estimate.
+        memory_limit: bytes that the kept states of this process may take; half of the available
+            memory, shared by the processes of this machine, when not given.
+        dtype: of kept states; as computed when not given. bfloat16 takes half of the memory and
+            rounds.
+        autocast_dtype: run the verifier under autocast; the caller's own setting when not given.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        layers: tuple[int, ...],
+        keep: bool = False,
+        num_tokens: int = 0,
+        memory_limit: int | None = None,
+        dtype: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        verbose: bool = True,
+    ):
+        self.verifier, self.layers = verifier, layers
+        self.dtype, self.autocast_dtype = dtype, autocast_dtype
+        width = (len(layers) + 1) * verifier.hidden_size
+        self.bytes_needed = num_tokens * width * (dtype or verifier.dtype).itemsize
+        if memory_limit is None:
+            memory_limit = available_memory() // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self.keep = keep and self.bytes_needed <= memory_limit
+        self.kept: dict[bytes, list[Tensor]] = {}  # by the document's ids
+        if keep and verbose:
+            size = f"{self.bytes_needed / 1e9:.1f} GB for {num_tokens} tokens"
+            what = "kept in memory" if self.keep else "computed anew each epoch"
+            limit = f"of {memory_limit / 1e9:.1f} GB allowed"
+            print(f"verifier states: {what} ({size}, {limit})", file=sys.stderr)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch on the verifier's device, with its states."""
+        ids, document_ids = batch["input_ids"].cpu(), batch["document_ids"].cpu()
+        places: list[tuple[int, int, int]] = []  # row, first slot, slot after the last
+        for b, row in enumerate(document_ids):
+            values, counts = torch.unique_consecutive(row, return_counts=True)
+            end = 0
+            for value, length in zip(values.tolist(), counts.tolist(), strict=True):
+                end += length
+                if value >= 0:
+                    places.append((b, end - length, end))
+        documents = [ids[b, start:end] for b, start, end in places]
+        keys = [document.numpy().tobytes() for document in documents]
+        missing = [i for i, key in enumerate(keys) if key not in self.kept]
+        run = self._run([documents[i] for i in missing], ids.numel())
+        states = dict(zip([keys[i] for i in missing], run, strict=True))
+        if self.keep:
+            for key, tensors in states.items():
+                states[key] = self.kept[key] = [t.to("cpu", self.dtype) for t in tensors]
+        names = ("features", "last_hidden") if self.layers else ("last_hidden",)
+        device = self.verifier.device
+        made: dict[str, Tensor] = {}
+        for key, (b, start, end) in zip(keys, places, strict=True):
+            tensors = states[key] if key in states else self.kept[key]
+            for name, part in zip(names, tensors, strict=True):
+                if name not in made:
+                    dtype = self.verifier.dtype if self.keep and self.dtype else part.dtype
+                    shape = (*ids.shape, part.shape[-1])
+                    made[name] = torch.zeros(shape, dtype=dtype, device=device)
+                made[name][b, start:end] = part.to(device)
+        return Batch(**{name: tensor.to(device) for name, tensor in batch.items()}, **made)
+
+    def _run(self, documents: list[Tensor], batch_tokens: int) -> list[list[Tensor]]:
+        """States of each document, in order; never more slots at once than the batch has."""
+        lengths = [len(document) for document in documents]
+        states: list[list[Tensor]] = [[] for _ in documents]
+        device = self.verifier.device
+        alone = device.type == "cpu"
+        groups = [[i] for i in range(len(lengths))] if alone else by_length(lengths, batch_tokens)
+        autocast = nullcontext()
+        if self.autocast_dtype is not None:
+            autocast = torch.autocast(device.type, self.autocast_dtype)
+        for group in groups:
+            ids = torch.zeros(len(group), lengths[group[0]], dtype=torch.long)
+            for b, i in enumerate(group):
+                ids[b, : lengths[i]] = documents[i]  # padding at the right: causal, never seen
+            with autocast:
+                run = self.verifier.states(ids.to(device), self.layers)
+            for b, i in enumerate(group):
+                states[i] = [t[b, : lengths[i]] for t in run if t is not None]
+        return states
