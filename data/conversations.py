@@ -11,6 +11,7 @@ Three shapes of a row are understood, and turned into one:
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ def read(source: str, split: str = "train", limit: int | None = None) -> Iterato
     Raises:
         ValueError: no such source, or a row that cannot be read (named by file and line).
     """
-    for number, conversation in enumerate(_read_all(source, split)):
-        if limit is not None and number >= limit:
-            return
-        yield conversation
+    yield from islice(_read_all(source, split), limit)
 
 
 def resolve(path: str) -> Path | None:
@@ -90,21 +88,15 @@ def _read_all(source: str, split: str) -> Iterator[Conversation]:
 
 
 def _read_file(file: Path) -> Iterator[Conversation]:
-    with file.open(encoding="utf-8") as lines:
-        number = 0
-        while True:
-            number += 1
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
-            try:
-                line = next(lines)
-            except StopIteration:
-                return
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{where}: broken JSON ({error.msg} at column {error.colno}); "
