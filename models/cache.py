@@ -70,6 +70,12 @@ class RaggedCache(DynamicCache):
         self.has_holes = self.has_holes or bool((positions < 0).any())
         self.positions = torch.cat([self.positions, positions], dim=1)
 
+    def next_positions(self) -> Tensor:
+        """The position after each row's last token: `[B]`, 0 where there is none."""
+        if not self.positions.shape[1]:
+            return self.positions.new_zeros(len(self.positions))
+        return self.positions.amax(1) + 1
+
     def truncate(self, num_slots: int) -> None:
         """Forget every slot from `num_slots` on, in all rows."""
         self.positions = self.positions[:, :num_slots]

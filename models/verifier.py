@@ -4,16 +4,24 @@ Legend: B rows, T tokens, H verifier's hidden size, V its vocabulary, L feature 
 """
 
 import hashlib
+import inspect
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from headstart.models import embedded
 from headstart.models.cache import RaggedCache, visible
+
+# What the weights do not show. Not the whole config: a new release of transformers adds fields.
+_IDENTITY = (
+    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "rope_parameters",
+)  # fmt: skip
 
 
 class States(NamedTuple):
@@ -36,6 +44,7 @@ class Verifier:
         self.name = name
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
+        self._cache_argument = self._read_arguments()
         self.layers = self._decoder_layers()
         self.num_layers = len(self.layers)
         self.hidden_size = self.config.hidden_size
@@ -52,21 +61,31 @@ class Verifier:
     ) -> "Verifier":
         """Load `embedded/smollm2-135m`, a local folder, or a Hub name.
 
+        Args:
+            dtype: float32 or bfloat16.
+
         Raises:
             ValueError: no such model, or one that cannot be drafted for.
         """
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"verifier dtype {dtype!r} is not supported; use float32 or bfloat16")
         path = embedded.folder(name) if name.startswith("embedded/") else name
         try:
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=getattr(torch, dtype)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(
                 f"verifier {name!r} cannot be loaded: {first_line(error)} "
                 "Pass embedded/smollm2-135m, a local folder, or a Hub name."
             ) from error
+        if loaded["missing_keys"]:  # transformers would go on with random weights
+            raise ValueError(
+                f"verifier {name!r} lacks {len(loaded['missing_keys'])} of its tensors, "
+                f"{min(loaded['missing_keys'])} for one; is it a whole model, not a drafter?"
+            )
         return cls(model.to(device), tokenizer, name)
 
     @property
@@ -76,6 +95,22 @@ class Verifier:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
+
+    def _read_arguments(self) -> str:
+        """The decoder's name for its cache: transformers 5.24 renamed past_key_values."""
+        if getattr(self.model, "_is_stateful", False):
+            raise ValueError(
+                f"verifier {self.name!r}: {type(self.model).__name__} keeps a recurrent state, "
+                "which cannot be cut back after a rejection; use one with attention layers only"
+            )
+        taken = inspect.signature(self.decoder.forward).parameters
+        names = [name for name in ("cache", "past_key_values") if name in taken]
+        if not names or "position_ids" not in taken:
+            raise ValueError(
+                f"verifier {self.name!r}: {type(self.decoder).__name__} takes no position_ids or "
+                "no cache, so its rows cannot be cut back; this architecture is not supported"
+            )
+        return names[0]
 
     def _decoder_layers(self) -> nn.ModuleList:
         wanted = self.config.num_hidden_layers
@@ -89,11 +124,6 @@ class Verifier:
 
     def _read_attention_kinds(self) -> dict[str, int | None]:
         """Attention kind -> its sliding window (None: sees everything before)."""
-        if getattr(self.model, "_is_stateful", False):
-            raise ValueError(
-                f"verifier {self.name!r}: {type(self.model).__name__} keeps a recurrent state, which "
-                "cannot be cut back after a rejection; use a verifier with attention layers only"
-            )
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         if not kinds:
@@ -104,7 +134,9 @@ class Verifier:
                 f"verifier {self.name!r}: layers of kind {', '.join(sorted(unknown))} are not "
                 "supported; only full_attention and sliding_attention can be cut back"
             )
-        return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+        return {
+            kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))
+        }
 
     # ---- states and logits -------------------------------------------------------------------
 
@@ -122,8 +154,8 @@ class Verifier:
 
         Args:
             layers: ids of the residual streams wanted, 0 … num_layers.
-            position_ids: [B, T]; consecutive from what the cache holds when not given. With a
-                cache, -1 marks padding, which is never seen later.
+            position_ids: [B, T]; when not given, from 0, or from each row's last one in the cache.
+                With a cache, -1 marks padding, which is never seen later.
             document_ids: [B, T]; tokens see only their own document. Not with a cache.
             cache: keys and values of the tokens before; these tokens are appended.
             mask: bool [B, T, S + T], who sees whom; made from the positions when not given.
@@ -131,9 +163,8 @@ class Verifier:
         if cache is None:
             return self._run(input_ids, layers, position_ids, self._packed(document_ids), None)
         if position_ids is None:
-            start = cache.positions.shape[1]
-            position_ids = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
-            position_ids = position_ids.expand_as(input_ids)
+            steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = cache.next_positions()[:, None] + steps
         cache.append_positions(position_ids)
         prefix_only = input_ids.shape[1] == 1 or cache.positions.shape[1] == input_ids.shape[1]
         windowed = "sliding_attention" in self._attention_kinds
@@ -192,8 +223,8 @@ class Verifier:
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=attention_mask,
-                cache=cache,
                 use_cache=cache is not None,
+                **{self._cache_argument: cache},
             )
         finally:
             for hook in hooks:
@@ -253,15 +284,15 @@ class Verifier:
         return tuple(sorted(i for i in found if i < self.vocab_size))
 
     def fingerprint(self) -> str:
-        """16 hex digits over config, vocabulary and sampled weight rows.
+        """16 hex digits over architecture, vocabulary and sampled weight rows.
 
-        Weights enter rounded to bfloat16, so that one checkpoint gives one fingerprint in every
-        precision it is loaded in.
+        Weights enter rounded to bfloat16, so that one checkpoint gives one fingerprint in both
+        precisions it can be loaded in.
         """
         digest = hashlib.sha256()
-        skipped = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-        config = {k: v for k, v in self.config.to_dict().items() if k not in skipped}
-        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+        config = self.config.to_dict()
+        known = {field: config.get(field) for field in _IDENTITY} | self._attention_kinds
+        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
         digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
         for _, weight in sorted(self.model.named_parameters()):
             rows = weight.detach().reshape(weight.shape[0], -1)
