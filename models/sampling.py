@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_LIKELIEST = 1024  # tokens among which a nucleus is looked for first
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -47,13 +49,19 @@ class Sampling:
             least = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         probs = logits.softmax(-1)
-        if self.top_p < 1:
-            ordered, order = probs.sort(dim=-1, descending=True)
+        return self._nucleus(probs) if self.top_p < 1 else probs
+
+    def _nucleus(self, probs: Tensor) -> Tensor:
+        # a nucleus is mostly small: sorting the whole vocabulary would cost more than all the rest
+        width = probs.shape[-1]
+        for count in (min(_LIKELIEST, width), width):
+            ordered, order = probs.topk(count, dim=-1)
             before = ordered.cumsum(-1) - ordered
-            dropped = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
-            probs = probs.masked_fill(dropped, 0)
-            probs = probs / probs.sum(-1, keepdim=True)
-        return probs
+            if count == width or bool((before[..., -1] >= self.top_p).all()):
+                break
+        kept = ordered.masked_fill(before >= self.top_p, 0)
+        kept = kept / kept.sum(-1, keepdim=True)
+        return torch.zeros_like(probs).scatter_(-1, order, kept)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -68,7 +76,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = probs.double().cumsum(-1)
     cumulative = cumulative / cumulative[..., -1:]
-    index = torch.searchsorted(cumulative, uniform.double()[..., None], right=True)
+    index = torch.searchsorted(cumulative, uniform.double()[..., None].contiguous(), right=True)
     return index[..., 0].clamp(max=probs.shape[-1] - 1)
 
 
