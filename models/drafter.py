@@ -10,6 +10,7 @@ V verifier's vocabulary, V' the drafter's, L feature layers.
 """
 
 import abc
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,23 @@ class TrainableDrafter(Drafter, nn.Module):
         return losses.unrolled_loss(self, batch, hidden, weights)
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config of a drafter that headstart saved.
+
+    Raises:
+        ValueError: no such drafter there.
+    """
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config["headstart"]["type"], config["headstart"]["fingerprint"]
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
+            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
+        ) from error
+    return config
+
+
 def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -> TrainableDrafter:
     """Read a drafter that headstart saved.
 
@@ -161,20 +179,22 @@ def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -
     """
     from headstart.models.eagle3 import Eagle3
 
-    folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        made_for = config["headstart"]
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
-            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
-        ) from error
+    config = read_config(folder)
+    made_for = config["headstart"]
     if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
         raise ValueError(
             f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
             f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
-            "); pass its own verifier, or --allow_verifier for a copy of the same model"
+            "); pass its own verifier, or --allow_verifier true for a copy of the same model"
         )
     drafter_class = {"eagle3": Eagle3}[made_for["type"]]
-    return drafter_class.load(folder, config, verifier, losses.LossConfig())
+    return drafter_class.load(Path(folder), config, verifier, losses.LossConfig())
+
+
+def fingerprint(drafter: TrainableDrafter) -> str:
+    """16 hex digits over every saved tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -4,7 +4,8 @@ f_t = W_fc [g^(l1); g^(l2); g^(l3)]_t, no bias. The layer's attention reads [nor
 its residual stream is f. Its output o gives logits head'(norm(o)) over the draft vocabulary, and
 is itself the f of the next step (training-time test). Modules are named as vLLM loads them.
 
-Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers, V, V' vocabularies.
+Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers, V and V'
+verifier's and draft vocabulary.
 """
 
 import json
@@ -107,7 +108,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
 
-    def project(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]):  # noqa: ANN201
+    def project(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]):
         inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
         return self.self_attn.project(inputs, rotary)
 
@@ -206,7 +207,9 @@ class Eagle3(TrainableDrafter):
             else:
                 target[name].copy_(weight)
         self.fc.weight[:, -width:].add_(torch.eye(width, device=self.fc.weight.device))
-        norm = [m for m in verifier.decoder.children() if hasattr(m, "weight") and m.weight.dim() == 1]
+        norm = [
+            m for m in verifier.decoder.children() if hasattr(m, "weight") and m.weight.dim() == 1
+        ]
         if len(norm) == 1 and norm[0].weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(norm[0].weight)
 
@@ -258,7 +261,7 @@ class Eagle3(TrainableDrafter):
         state.output = last
         state.slots = state.slots + lengths
 
-    def propose(self, state: State, draft_length: int, drafting: Drafting, random) -> Proposal:  # noqa: ANN001
+    def propose(self, state: State, draft_length: int, drafting: Drafting, random) -> Proposal:
         kept, had_holes = state.cache.positions.shape[1], state.cache.has_holes
         output = state.output[:, None]
         slots = state.slots - 1

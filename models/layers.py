@@ -51,7 +51,7 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, keys, values, own_keys, own_values, mask):  # noqa: ANN001, ANN205
+    def forward(ctx, query, keys, values, own_keys, own_values, mask):
         scale = query.shape[-1] ** -0.5
         block, log_sum, *kernel_state = _fused_forward(query, keys, values, mask)
         scores = (query * own_keys).sum(-1).float() * scale  # [s, B, h, T]
@@ -65,7 +65,7 @@ class _MergedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx, grad):
         query, keys, values, own_keys, own_values, mask, output, merged, weights, *kernel_state = (
             ctx.saved_tensors
         )

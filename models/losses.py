@@ -130,7 +130,9 @@ def unrolled_loss(
     for chunk in chunks:
         rows, index, steps = [], [], []
         for s, (slot, at) in enumerate(zip(slots, taught, strict=True)):
-            begin, end = torch.searchsorted(at, chunk[[0, -1]] + torch.tensor([0, 1], device=device))
+            begin, end = torch.searchsorted(
+                at, chunk[[0, -1]] + torch.tensor([0, 1], device=device)
+            )
             rows.append(flat_hidden[s][slot[begin:end]])
             index.append(torch.searchsorted(chunk, at[begin:end]))
             steps.append(torch.full_like(at[begin:end], s))
@@ -199,5 +201,3 @@ def _columns(targets: Tensor, draft_ids: Tensor | None) -> Tensor:
         return targets
     at = torch.searchsorted(draft_ids, targets).clamp(max=len(draft_ids) - 1)
     return at.masked_fill(draft_ids[at] != targets, -1)
-
-

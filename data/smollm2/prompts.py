@@ -12,7 +12,8 @@ import json
 import random
 from pathlib import Path
 
-TOPICS = """
+TOPICS = (
+    """
 volcanoes; the water cycle; photosynthesis; bees; the Moon; coral reefs; bread baking; chess;
 bicycles; bridges; lighthouses; the Roman Empire; jazz music; painting; gardening; recycling;
 solar energy; wind power; earthquakes; dinosaurs; whales; penguins; deserts; rainforests; rivers;
@@ -22,21 +23,81 @@ the internet; libraries; museums; schools; markets; money; taxes; banks; democra
 calendars; clocks; tea; coffee; chocolate; cheese; rice; potatoes; apples; soup; pasta; spices;
 dogs; cats; horses; elephants; butterflies; spiders; owls; trees; flowers; mushrooms; clouds;
 snow; thunderstorms; rainbows; stars; Mars; comets; gravity; magnets; electricity; sound; light;
-atoms; water; iron; gold; glass; paper; plastic; cotton; silk; shoes; hats; houses; castles; tents;
-poetry; novels; theatre; films; photography; dance; violins; pianos; drums; puzzles; kites
-""".replace("\n", " ").strip().split("; ")  # fmt: skip
-EVAL_TOPICS = """
+atoms; water; iron; gold; glass; paper; plastic; cotton; silk; shoes; hats; houses; castles;
+tents; poetry; novels; theatre; films; photography; dance; violins; pianos; drums; puzzles; kites
+""".replace("\n", " ")
+    .strip()
+    .split("; ")
+)
+EVAL_TOPICS = (
+    """
 glaciers; honey; submarines; the Silk Road; tides; origami; pottery; hummingbirds; compasses;
 marathons; windmills; opera; bamboo; batteries; telescopes; migration of birds; salt; umbrellas;
 subways; fireflies
-""".replace("\n", " ").strip().split("; ")  # fmt: skip
+""".replace("\n", " ")
+    .strip()
+    .split("; ")
+)
 
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Maria Nina Oscar Paul Rosa Sam Tina Victor".split()  # fmt: skip
-EVAL_NAMES = "Olga Pedro Quinn Ravi Sofia Tomas Uma Walter Yara Zane".split()
-PLACES = "park; kitchen; school; office; garden; station; market; beach; library; museum; farm; hospital; village; harbour; theatre".split("; ")  # fmt: skip
-EVAL_PLACES = "airport; bakery; castle; forest; hotel; workshop; stadium; pharmacy".split("; ")
-THINGS = "apples; books; pencils; tickets; cookies; stamps; marbles; bottles; chairs; flowers; stickers; coins; plates; balloons; shirts".split("; ")  # fmt: skip
-EVAL_THINGS = "lemons; buttons; postcards; candles; shells; mugs; notebooks; keys".split("; ")
+NAMES = [
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Henry",
+    "Iris",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Maria",
+    "Nina",
+    "Oscar",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tina",
+    "Victor",
+]
+EVAL_NAMES = ["Olga", "Pedro", "Quinn", "Ravi", "Sofia", "Tomas", "Uma", "Walter", "Yara", "Zane"]
+PLACES = [
+    "park",
+    "kitchen",
+    "school",
+    "office",
+    "garden",
+    "station",
+    "market",
+    "beach",
+    "library",
+    "museum",
+    "farm",
+    "hospital",
+    "village",
+    "harbour",
+    "theatre",
+]
+EVAL_PLACES = ["airport", "bakery", "castle", "forest", "hotel", "workshop", "stadium", "pharmacy"]
+THINGS = [
+    "apples",
+    "books",
+    "pencils",
+    "tickets",
+    "cookies",
+    "stamps",
+    "marbles",
+    "bottles",
+    "chairs",
+    "flowers",
+    "stickers",
+    "coins",
+    "plates",
+    "balloons",
+    "shirts",
+]
+EVAL_THINGS = ["lemons", "buttons", "postcards", "candles", "shells", "mugs", "notebooks", "keys"]
 
 CHAT = [
     "What is the best way to learn about {t}?",
@@ -78,33 +139,44 @@ EVAL_PROSE = [
     "Write a fairy tale in which {t} play a part.",
     "Write a short speech that {n} gives at the {p}.",
 ]
-FUNCTIONS = """
-returns the sum of a list of numbers; checks whether a string is a palindrome; counts the vowels in a string;
-finds the largest number in a list; reverses a string; computes the factorial of a number;
-returns the n-th Fibonacci number; sorts a list of words by length; removes duplicates from a list;
-counts how often each word occurs in a text; checks whether a number is prime; converts Celsius to Fahrenheit;
-computes the average of a list; merges two sorted lists; finds the longest word in a sentence;
-computes the area of a circle; checks whether two strings are anagrams; flattens a nested list;
-returns the even numbers of a list; computes the power of a number; finds the second largest number in a list;
-capitalises each word of a sentence; counts the lines of a file; reads a CSV file; writes a list to a file;
-generates a random password; rolls two dice; computes the distance between two points; rotates a list by k places;
-finds the common elements of two lists; converts a number to binary; validates an email address;
-finds the missing number in a list from 1 to n; computes the greatest common divisor of two numbers;
-implements binary search; implements bubble sort; implements a stack; implements a queue; implements a linked list;
-finds the index of a value in a list; splits a list into chunks of size n; zips two lists into a dictionary;
-inverts a dictionary; computes compound interest; converts seconds to hours and minutes; checks a leap year;
-prints a multiplication table; counts the digits of a number; transposes a matrix; multiplies two matrices;
-replaces every space by a dash; draws a triangle of stars; simulates a coin toss; parses a date; measures the run time of a function
-""".replace("\n", " ").strip().split("; ")  # fmt: skip
-EVAL_FUNCTIONS = """
-returns the product of a list of numbers; counts the consonants in a string; finds the smallest number in a list;
-returns the odd numbers of a list; finds the shortest word in a sentence; computes the area of a triangle;
-computes the least common multiple of two numbers; converts miles to kilometres; implements insertion sort;
-computes the median of a list; checks whether a list is sorted; converts a binary string to a number;
-removes the vowels from a string; returns the last n elements of a list; counts the words of a sentence;
-finds the difference of two lists; computes the perimeter of a rectangle; converts hours to seconds;
-repeats a string n times; checks whether a word starts with a capital letter
-""".replace("\n", " ").strip().split("; ")  # fmt: skip
+FUNCTIONS = (
+    """
+returns the sum of a list of numbers; checks whether a string is a palindrome; counts the vowels
+in a string; finds the largest number in a list; reverses a string; computes the factorial of a
+number; returns the n-th Fibonacci number; sorts a list of words by length; removes duplicates
+from a list; counts how often each word occurs in a text; checks whether a number is prime;
+converts Celsius to Fahrenheit; computes the average of a list; merges two sorted lists; finds the
+longest word in a sentence; computes the area of a circle; checks whether two strings are
+anagrams; flattens a nested list; returns the even numbers of a list; computes the power of a
+number; finds the second largest number in a list; capitalises each word of a sentence; counts the
+lines of a file; reads a CSV file; writes a list to a file; generates a random password; rolls two
+dice; computes the distance between two points; rotates a list by k places; finds the common
+elements of two lists; converts a number to binary; validates an email address; finds the missing
+number in a list from 1 to n; computes the greatest common divisor of two numbers; implements
+binary search; implements bubble sort; implements a stack; implements a queue; implements a linked
+list; finds the index of a value in a list; splits a list into chunks of size n; zips two lists
+into a dictionary; inverts a dictionary; computes compound interest; converts seconds to hours and
+minutes; checks a leap year; prints a multiplication table; counts the digits of a number;
+transposes a matrix; multiplies two matrices; replaces every space by a dash; draws a triangle of
+stars; simulates a coin toss; parses a date; measures the run time of a function
+""".replace("\n", " ")
+    .strip()
+    .split("; ")
+)
+EVAL_FUNCTIONS = (
+    """
+returns the product of a list of numbers; counts the consonants in a string; finds the smallest
+number in a list; returns the odd numbers of a list; finds the shortest word in a sentence;
+computes the area of a triangle; computes the least common multiple of two numbers; converts miles
+to kilometres; implements insertion sort; computes the median of a list; checks whether a list is
+sorted; converts a binary string to a number; removes the vowels from a string; returns the last n
+elements of a list; counts the words of a sentence; finds the difference of two lists; computes
+the perimeter of a rectangle; converts hours to seconds; repeats a string n times; checks whether
+a word starts with a capital letter
+""".replace("\n", " ")
+    .strip()
+    .split("; ")
+)
 CODE = [
     "Write a Python function that {f}.",
     "Write a Python function that {f}, with a docstring and an example.",
@@ -131,7 +203,7 @@ STRUCTURED = [
     "Write an XML document that describes {k} {o}.",
 ]
 EVAL_STRUCTURED = ["Write a JSON object with the keys topic, summary and keywords about {t}."]
-LANGUAGES = "JavaScript Java C C++ Go Ruby Rust TypeScript".split()
+LANGUAGES = ["JavaScript", "Java", "C", "C++", "Go", "Ruby", "Rust", "TypeScript"]
 MATHS = [
     "{n} has {a} {o} and buys {b} more. How many {o} does {n} have now? Think step by step.",
     "{n} had {c} {o} and gave {a} of them to {m}. How many are left?",
@@ -140,7 +212,8 @@ MATHS = [
     "What is {a} + {b}? Explain each step.",
     "What is {c} - {a}? Explain each step.",
     "What is {a} times {k}? Show your work.",
-    "{n} shares {c} {o} equally among {k} friends. How many does each friend get, and how many are left?",  # fmt: skip
+    "{n} shares {c} {o} equally among {k} friends. How many does each friend get, and how many "
+    "are left?",
     "A shirt costs {c} dollars and is {a} percent off. What is the new price?",
     "A rectangle is {a} cm long and {k} cm wide. What are its area and its perimeter?",
     "Solve for x: {k}x + {a} = {c}.",

@@ -1,0 +1,146 @@
+"""Acceptance without decoding: what a drafter would get on texts that the verifier wrote.
+
+One teacher-forced unroll gives a(t, s), the probability that the draft of slot t, step s is
+accepted given that the output is this very text. A pass over the text then sums over where rounds
+can begin. At temperature 0 the counts equal those of decoding; above, they are its expectation,
+provided the texts were written at the temperature, top-k and top-p of `sampling`.
+
+Legend: B rows, T slots, K draft length.
+"""
+
+import torch
+from torch import Tensor
+
+from headstart.eval.measures import Counts
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.sampling import Sampling
+
+_CHUNK = 512  # positions whose logits are held at once
+
+
+@torch.no_grad()
+def acceptance_table(
+    drafter: TrainableDrafter,
+    batch: Batch,
+    draft_length: int,
+    sampling: Sampling,
+    drafting: Drafting,
+) -> Tensor:
+    """a(t, s), float64 `[B, T, K]`; zero where x_{t+2+s} is no answer token.
+
+    Temperature 0: 1[argmax p = x]. Greedy drafts: the same. Sampled drafts: min(1, p(x) / q(x)),
+    because P(x drafted and accepted) = min(p, q) and P(output is x) = q.
+    """
+    ids, turns = batch["input_ids"], batch["loss_mask"]
+    rows, width = ids.shape
+    table = torch.zeros(rows, width, draft_length, dtype=torch.double, device=ids.device)
+    draft_ids = drafter.draft_ids
+    for s, hidden in enumerate(drafter.unroll(batch, draft_length)):
+        if width <= s + 2:
+            break
+        where = (turns[:, s + 2 :] > 0).nonzero()
+        for part in where.split(_CHUNK):
+            row, slot = part.T
+            token = ids[row, slot + s + 2]
+            logits = drafter.logits(hidden[row, slot]).float()
+            if sampling.greedy or not drafting.sampled:
+                best = logits.argmax(-1)
+                accepted = (best if draft_ids is None else draft_ids[best]) == token
+            else:
+                teacher = drafter.verifier.logits(batch["last_hidden"][row, slot + s + 1])
+                q = sampling.probs(teacher).gather(-1, token[:, None])[:, 0]
+                p = drafting.sampling.probs(logits)
+                if draft_ids is None:
+                    p = p.gather(-1, token[:, None])[:, 0]
+                else:
+                    at = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
+                    p = p.gather(-1, at[:, None])[:, 0] * (draft_ids[at] == token)
+                accepted = (p.double() / q.double().clamp(min=1e-30)).clamp(max=1)
+            table[row, slot, s] = accepted.double()
+    return table
+
+
+def count_turn(table: list[list[float]], first: int, last: int, draft_length: int) -> Counts:
+    """Expected rounds, examined and accepted drafts of one answer.
+
+    Args:
+        table: a(t, s) of the row, `[T][K]`.
+        first, last: positions of the answer's first and last token.
+    """
+    start = first - 1
+    visits = [0.0] * (last - start + 1)  # visits[i]: expected rounds that begin at slot start + i
+    visits[0] = 1.0
+    rounds = 0.0
+    examined, accepted = [0.0] * draft_length, [0.0] * draft_length
+    for slot in range(start, last - 1):
+        weight = visits[slot - start]
+        if weight == 0.0:
+            continue
+        rounds += weight
+        reach = min(draft_length, last - 1 - slot)
+        survival = weight
+        for i in range(reach):
+            examined[i] += survival
+            passed = survival * table[slot][i]
+            visits[slot + i + 1 - start] += survival - passed
+            accepted[i] += passed
+            survival = passed
+            if survival == 0.0:
+                break
+        else:
+            visits[slot + reach + 1 - start] += survival
+    return Counts(
+        id="",
+        category="all",
+        tokens=last - first + 1,
+        rounds=rounds,
+        drafted=[rounds] * draft_length,
+        examined=examined,
+        accepted=accepted,
+    )
+
+
+def turns(loss_mask: list[int], document_ids: list[int]) -> list[tuple[int, int, int]]:
+    """(document, first, last) of each assistant turn; a turn that opens a text starts at its
+    second token, since nothing comes before to draft from."""
+    found = []
+    begin = None
+    for t in range(len(loss_mask) + 1):
+        key = (document_ids[t], loss_mask[t]) if t < len(loss_mask) else None
+        if begin is not None and key != (document_ids[begin], loss_mask[begin]):
+            opens = begin == 0 or document_ids[begin - 1] != document_ids[begin]
+            first = begin + 1 if opens else begin
+            if t - 1 >= first:
+                found.append((document_ids[begin], first, t - 1))
+            begin = None
+        if begin is None and key is not None and key[1] > 0 and key[0] >= 0:
+            begin = t
+    return found
+
+
+def replay(
+    drafter: TrainableDrafter,
+    batches: list[Batch],
+    draft_length: int,
+    sampling: Sampling,
+    drafting: Drafting,
+    max_new_tokens: int | None = None,
+) -> list[Counts]:
+    """Counts of every assistant turn, in the order of batches, rows and turns.
+
+    Args:
+        batches: with the verifier's states in them (featurized).
+        max_new_tokens: replay only so many tokens of each answer.
+    """
+    counts = []
+    for batch in batches:
+        table = acceptance_table(drafter, batch, draft_length, sampling, drafting).cpu()
+        for row in range(len(table)):
+            values = table[row].tolist()
+            for _, first, last in turns(
+                batch["loss_mask"][row].tolist(), batch["document_ids"][row].tolist()
+            ):
+                if max_new_tokens is not None:
+                    last = min(last, first + max_new_tokens - 1)
+                counts.append(count_turn(values, first, last, draft_length))
+    return counts
