@@ -247,6 +247,7 @@ class Featurizer:
     ):
         self.verifier, self.layers = verifier, layers
         self.dtype, self.autocast_dtype = dtype, autocast_dtype
+        self.alone = verifier.device.type == "cpu"
         width = (len(layers) + 1) * verifier.hidden_size
         self.bytes_needed = num_tokens * width * (dtype or verifier.dtype).itemsize
         if memory_limit is None:
@@ -296,8 +297,10 @@ class Featurizer:
         lengths = [len(document) for document in documents]
         states: list[list[Tensor]] = [[] for _ in documents]
         device = self.verifier.device
-        alone = device.type == "cpu"
-        groups = [[i] for i in range(len(lengths))] if alone else by_length(lengths, batch_tokens)
+        if self.alone:
+            groups = [[i] for i in range(len(lengths))]
+        else:
+            groups = by_length(lengths, batch_tokens)
         autocast = nullcontext()
         if self.autocast_dtype is not None:
             autocast = torch.autocast(device.type, self.autocast_dtype)
