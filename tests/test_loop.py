@@ -56,8 +56,8 @@ def test_logged_loss_is_the_mean_over_supervised_slots_whatever_the_accumulation
     assert one["loss"] == pytest.approx(eight["loss"], rel=1e-6)
     assert one["accuracy/0"] == eight["accuracy/0"]
     weights = LossConfig(num_steps=2).step_weights()
-    by_step = [eight["loss/0"], eight["loss/1"]]
-    assert eight["loss"] == pytest.approx(sum(w * x for w, x in zip(weights.tolist(), by_step)))
+    by_step = weights[0] * eight["loss/0"] + weights[1] * eight["loss/1"]
+    assert eight["loss"] == pytest.approx(by_step.item())
     slots = count([whole], 2)[:2]
     with torch.no_grad():
         value = drafter(tiny_run.featurize(whole), weights / slots).value
@@ -78,7 +78,9 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 def test_learning_rate_moves_once_an_optimizer_step(tmp_path: Path) -> None:
     train(tmp_path, max_steps=4, accumulation=3)
-    expected = [rate(TrainingConfig("", max_steps=4, learning_rate=1e-2), i / 4) for i in (1, 2, 3, 4)]
+    expected = [
+        rate(TrainingConfig("", max_steps=4, learning_rate=1e-2), i / 4) for i in (1, 2, 3, 4)
+    ]
     assert [line["lr"] for line in tiny_run.lines(tmp_path)] == pytest.approx(expected)
     assert expected[-1] == pytest.approx(1e-3)
 
@@ -108,7 +110,9 @@ def test_step_without_supervised_slots_contributes_nothing(tmp_path: Path) -> No
     first, second = tiny_run.lines(tmp_path / "a", "step")
     assert "loss" not in first and first["grad_norm"] == 0
     assert math.isfinite(second["loss"])
-    train(tmp_path / "b", [batch(2, seed=1), batch(2, supervised=False)], max_steps=1, accumulation=2)
+    train(
+        tmp_path / "b", [batch(2, seed=1), batch(2, supervised=False)], max_steps=1, accumulation=2
+    )
     train(tmp_path / "c", [batch(2, seed=1)], max_steps=1)
     assert losses(tmp_path / "b") == losses(tmp_path / "c")
 
@@ -190,7 +194,7 @@ def test_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.Captu
 
 def test_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path, max_steps=1)
-    with pytest.raises(ValueError, match="pass --training.resume true or another output_dir"):
+    with pytest.raises(ValueError, match=r"pass --training\.resume true or another output_dir"):
         train(tmp_path, max_steps=1)
 
 

@@ -1,8 +1,7 @@
 """Checkpoints of a run: written whole or not at all, the last few and the best kept.
 
-    outputs/<run>/checkpoints/step-000123/    a drafter's folder, as an engine loads it
-                                   resume/    what only training needs
-    outputs/<run>/best                        a relative link to the best of them
+In outputs/<run>/, `checkpoints/step-000123/` is a drafter's folder as an engine loads it; its
+`resume/` holds what only training needs; `best` is a relative link to the best of them.
 """
 
 import json

@@ -91,7 +91,9 @@ def check(settings: TrainingConfig) -> None:
             )
     for name in ("learning_rate", "weight_decay", "validate_every", "save_every"):
         if getattr(settings, name) < 0:
-            raise ValueError(f"training.{name} is {getattr(settings, name)}; it must not be below 0")
+            raise ValueError(
+                f"training.{name} is {getattr(settings, name)}; it must not be below 0"
+            )
     for name in ("warmup", "floor"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"training.{name} is {getattr(settings, name)}; it must be in 0 … 1")
@@ -220,6 +222,7 @@ def fit(
     if settings.num_epochs is not None:
         total_steps = math.ceil(settings.num_epochs * len(loader) / settings.accumulation)
 
+    set_seed(settings.seed + accelerator.process_index)  # noise differs between ranks
     step, tokens, finished, validation = 0, 0, False, None
     averages = Averages(device)
     if resumed is not None:
@@ -256,17 +259,12 @@ def fit(
         while not finished:
             started = time.perf_counter()
             group = list(itertools.islice(batches, settings.accumulation))
-            if not group:
-                raise ValueError("data.train: the loader gives no batch")
             flags = torch.tensor([stop.received])
             counts = torch.cat([count(group, num_steps), flags.long()])
             counts = accelerator.reduce(counts.to(device), "sum").cpu()
             stopped = counts[-1].item() > 0  # some rank was told to stop: all end with this step
             step, tokens = step + 1, tokens + counts[-2].item()
-            if total_steps is None:
-                fraction = tokens / settings.max_tokens
-            else:
-                fraction = step / total_steps
+            fraction = step / total_steps if total_steps else tokens / settings.max_tokens
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate(settings, fraction)
 

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
+from headstart.eval.report import PACKAGES, commit
 
 
 @dataclass
@@ -35,20 +34,11 @@ class TrackingConfig:
 
 def provenance(recipe: dict[str, Any]) -> dict[str, Any]:
     """Where a result comes from: command, commit (None outside a clone), versions, recipe, time."""
-    commit = None
-    if (ROOT / ".git").exists():
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        commit = described.stdout.strip() or None
-    versions = {"python": platform.python_version()}
-    for package in ("headstart", "torch", "transformers", "accelerate"):
-        versions[package] = importlib.metadata.version(package)
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": commit,
-        "versions": versions,
+        "commit": commit(),
+        "versions": versions | {"python": platform.python_version()},
         "recipe": recipe,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -1,0 +1,162 @@
+"""Checkpoints: whole or not at all, the last few and the best."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from safetensors import safe_open
+from tiny_run import VERIFIER, losses, train
+
+from headstart.models import drafter as drafters
+from headstart.train import checkpoint
+from headstart.train.checkpoint import Checkpoints, random_state, restore_random
+
+
+def measures(*taus: float | None) -> Callable[[], dict[str, Any]]:
+    """A validation whose τ takes these values in turn."""
+    values = iter(taus)
+    return lambda: {"acceptance_length": {"value": next(values)}, "conditional": []}
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_checkpoint_is_a_drafter_with_its_resume_state_apart(tmp_path: Path) -> None:
+    drafter, _ = train(tmp_path, max_steps=2)
+    folder = tmp_path / "checkpoints" / "step-000002"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "config.json", "model.safetensors", "recipe.yaml", "resume",
+    ]  # fmt: skip
+    loaded = drafters.load(folder, VERIFIER)
+    for saved, trained in zip(loaded.parameters(), drafter.parameters(), strict=True):
+        assert torch.equal(saved, trained)
+
+
+def test_frozen_verifier_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    drafter, _ = train(tmp_path, max_steps=1)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        saved = set(weights.keys())
+    assert saved == set(drafter.state_dict())
+    optimizer = torch.load(folder / "resume" / "optimizer.pt", weights_only=True)
+    assert len(optimizer["state"]) == len(list(drafter.parameters()))
+    own = sum(weight.numel() for weight in drafter.parameters())
+    for file in folder.rglob("*"):
+        assert file.stat().st_size < 2 * 4 * own + 50_000
+
+
+def test_last_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
+    train(
+        tmp_path, max_steps=5, save_every=1, keep_last=2, validate_every=1,
+        validate=measures(1.1, 1.5, 1.2, 1.3, None),
+    )  # fmt: skip
+    assert names(tmp_path) == ["step-000002", "step-000004", "step-000005"]
+    assert (tmp_path / "best").readlink() == Path("checkpoints/step-000002")
+    assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def test_better_validation_is_saved_between_two_saves(tmp_path: Path) -> None:
+    train(
+        tmp_path, max_steps=4, save_every=0, validate_every=1, validate=measures(1.1, 1.5, 1.2, 1)
+    )
+    assert (tmp_path / "best").resolve().name == "step-000002"
+
+
+def test_best_survives_a_resume(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=2, validate_every=1, validate=measures(1.5, 1.2))
+    train(tmp_path, max_steps=4, validate_every=1, validate=measures(1.4, 1.3), resume=True)
+    assert (tmp_path / "best").resolve().name == "step-000001"
+
+
+def test_run_folder_can_be_moved(tmp_path: Path) -> None:
+    train(tmp_path / "old", max_steps=1, validate=measures(1.5))
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert (tmp_path / "new" / "best" / "config.json").exists()
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "Eagle3.save"])
+def test_full_disk_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    whole = tmp_path / "whole"
+    train(whole, max_steps=4)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as caught:
+
+        def validate() -> dict[str, Any]:  # the disk fills up after the first checkpoint
+            if (run / "checkpoints" / "step-000002").exists():
+                if writer == "torch.save":
+                    patch.setattr(torch, "save", no_space)
+                else:
+                    patch.setattr(tiny_run.Eagle3, "save", no_space)
+            return tiny_run.TAU
+
+        train(run, max_steps=4, save_every=2, validate_every=3, validate=validate)
+    message = str(caught.value)
+    assert "step-000003 cannot be written" in message and "No space left on device" in message
+    assert "step-000002 is intact" in message and "\n" not in message
+    assert names(run) == ["step-000002"]
+    train(run, max_steps=4, resume=True)
+    assert losses(run) == losses(whole)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "resume/optimizer.pt", "resume/ranks.pt"])
+def test_broken_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, file: str) -> None:
+    train(tmp_path / "whole", max_steps=5)
+    run = tmp_path / "run"
+    train(run, max_steps=4, save_every=2, schedule="constant", warmup=0.0)
+    broken = run / "checkpoints" / "step-000004" / file
+    broken.write_bytes(broken.read_bytes()[:100])
+    with pytest.warns(UserWarning, match=r"skipping broken checkpoint .*step-000004"):
+        assert Checkpoints(run, 2, {}).newest().state["step"] == 2
+    with pytest.warns(UserWarning, match="skipping broken checkpoint"):
+        train(run, max_steps=4, resume=True, schedule="constant", warmup=0.0)
+    assert Checkpoints(run, 2, {}).newest().state["step"] == 4
+    assert len(losses(run)) == 4
+
+
+def test_only_broken_checkpoints_are_an_error(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=1)
+    (tmp_path / "checkpoints" / "step-000001" / "config.json").unlink()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"no checkpoint in .* can be"):
+        train(tmp_path, max_steps=2, resume=True)
+
+
+def test_process_killed_while_saving_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):  # not an Exception: nothing gets to clean up
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    train(tmp_path, max_steps=4, save_every=2)
+    before = losses(tmp_path)
+    drafter = drafters.load(tmp_path / "checkpoints" / "step-000004", VERIFIER)
+    state = {"step": 5, "tokens": 0, "validation": None}
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(json, "dumps", killed)  # the last file of a checkpoint
+        Checkpoints(tmp_path, 2, {}).save(drafter, state, [{}], {})
+    assert ".step-000005.partial" in names(tmp_path)
+    _, result = train(tmp_path, max_steps=6, resume=True)
+    assert result["step"] == 6 and losses(tmp_path)[:4] == before
+    assert names(tmp_path) == ["step-000004", "step-000006"]
+
+
+def test_random_generators_are_restored() -> None:
+    state = random_state()
+    first = torch.rand(3), checkpoint.random.random(), checkpoint.numpy.random.rand()
+    restore_random(state)
+    again = torch.rand(3), checkpoint.random.random(), checkpoint.numpy.random.rand()
+    assert torch.equal(first[0], again[0]) and first[1:] == again[1:]

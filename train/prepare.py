@@ -1,0 +1,185 @@
+"""What every training script prepares before the loop: verifier, rows, batches, validation."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from headstart.data.collate import Featurizer, Loader, by_length, collate
+from headstart.data.render import Row, render_all
+from headstart.eval.measures import summarise
+from headstart.eval.replay import replay
+from headstart.models import drafter as drafters
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.losses import LossConfig
+from headstart.models.sampling import Sampling
+from headstart.models.verifier import Verifier, read_config
+from headstart.train.loop import TrainingConfig
+
+EVAL_BATCH_TOKENS = 4096  # slots of a replayed batch, padding included
+
+
+@dataclass
+class DataConfig:
+    """What is trained on, and what validation replays."""
+
+    train: str
+    """JSONL file, folder or Hub data set: conversations whose answers the verifier wrote."""
+    eval: str | None = None
+    """The same, greedy answers to other prompts; default: no validation."""
+    max_length: int = 2048
+    """Longer rows are cut, in tokens."""
+    batch_tokens: int = 4096
+    """Slots of a micro-batch, padding included."""
+    packed: bool = True
+    """Several documents in a row of max_length slots; else one, padded."""
+    limit: int | None = None
+    """Train on the first so many conversations."""
+    eval_limit: int | None = None
+    """Replay so many rows, evenly spread over the file."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template; default: those recorded with the answers."""
+    keep_states: bool = True
+    """Keep the verifier's states in memory over epochs, where they fit."""
+
+
+@dataclass
+class Data:
+    """Rendered rows."""
+
+    train: list[Row]
+    eval: list[Row]
+    token_counts: Tensor
+    """[V], how often each id is supervised."""
+
+
+def load_verifier(name: str, dtype: str, accelerator: Accelerator) -> Verifier:
+    """The frozen verifier on this process's device; dtype auto follows the mixed precision."""
+    if dtype == "auto":
+        dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+    with accelerator.main_process_first():  # which fetches it, where it is not here yet
+        return Verifier.load(name, dtype, accelerator.device)
+
+
+def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator) -> Data:
+    """Render both data sets and print the audit.
+
+    Raises:
+        ValueError: no such data, or nothing in it to learn from.
+    """
+    if not 2 <= config.max_length <= verifier.context_length:
+        raise ValueError(
+            f"data.max_length is {config.max_length}; it must be in 2 … {verifier.context_length}, "
+            f"the context of {verifier.name}"
+        )
+    arguments = (
+        verifier.tokenizer,
+        verifier.terminator_ids,
+        config.max_length,
+        config.chat_template_kwargs,
+    )
+    train, audit = render_all(config.train, *arguments, limit=config.limit)
+    accelerator.print(f"{config.train}: {audit}")
+    eval_rows: list[Row] = []
+    if config.eval is not None:
+        eval_rows, audit = render_all(config.eval, *arguments)
+        if config.eval_limit is not None and config.eval_limit < len(eval_rows):
+            count = config.eval_limit
+            eval_rows = [eval_rows[i * len(eval_rows) // count] for i in range(count)]
+        accelerator.print(f"{config.eval}: {audit}; {len(eval_rows)} rows are replayed")
+    return Data(train, eval_rows, count_tokens(train, verifier.vocab_size))
+
+
+def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
+    """How often each id is supervised: long [V]."""
+    supervised = [
+        token
+        for row in rows
+        for token, turn in zip(row.input_ids, row.loss_mask, strict=True)
+        if turn
+    ]
+    return torch.tensor(supervised).bincount(minlength=vocab_size)
+
+
+def initial_drafter(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
+    """A trained drafter to start from, perhaps another verifier's."""
+    drafter = drafters.load(folder, verifier, allow_verifier=True)
+    made_for = read_config(Path(folder))["headstart"]
+    if made_for["fingerprint"] != verifier.fingerprint():
+        warnings.warn(
+            f"init_from: {folder} was trained for {made_for['verifier']}, which is not this "
+            f"{verifier.name}; its acceptance starts lower",
+            stacklevel=2,
+        )
+    drafter.loss = loss
+    return drafter
+
+
+def make_loader(
+    config: DataConfig,
+    data: Data,
+    verifier: Verifier,
+    training: TrainingConfig,
+    accelerator: Accelerator,
+) -> Loader:
+    """This rank's batches of the training rows."""
+    return Loader(
+        data.train,
+        config.batch_tokens,
+        config.max_length,
+        config.packed,
+        pad_id=verifier.terminator_ids[0] if verifier.terminator_ids else 0,
+        seed=training.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+
+
+def make_featurizer(
+    config: DataConfig, data: Data, drafter: TrainableDrafter, accelerator: Accelerator
+) -> Featurizer:
+    """Adds the verifier's states, kept over epochs if the recipe says so."""
+    num_tokens = sum(len(row.input_ids) for row in data.train + data.eval)
+    return Featurizer(
+        drafter.verifier,
+        drafter.feature_layers,
+        keep=config.keep_states,
+        num_tokens=-(-num_tokens // accelerator.num_processes),
+        verbose=accelerator.is_main_process,
+    )
+
+
+def make_validation(
+    data: Data,
+    drafter: TrainableDrafter,
+    featurize: Callable[[Batch], Batch],
+    draft_length: int,
+    accelerator: Accelerator,
+) -> Callable[[], dict[str, Any]] | None:
+    """Greedy replay of the evaluation rows, dealt out to the ranks: the measures of a report."""
+    if not data.eval:
+        return None
+    mine = data.eval[accelerator.process_index :: accelerator.num_processes]
+    groups = by_length([len(row.input_ids) for row in mine], EVAL_BATCH_TOKENS)
+    greedy = Sampling(temperature=0.0)
+
+    def validate() -> dict[str, Any]:
+        counts = []
+        for group in groups:
+            rows = [mine[i] for i in group]
+            longest = max(len(row.input_ids) for row in rows)
+            batch = featurize(collate(rows, longest, packed=False))
+            found = replay(drafter, [batch], draft_length, greedy, Drafting(False, greedy))
+            texts = [row for row in rows for _ in {turn for turn in row.loss_mask if turn}]
+            for row, count in zip(texts, found, strict=True):
+                count.id, count.category = row.id, row.category
+            counts += found
+        return summarise(gather_object(counts))
+
+    return validate
