@@ -30,7 +30,7 @@ class Recipe:
     verifier: str = "embedded/smollm2-135m"
     """Embedded name, local folder or Hub name of the model drafted for."""
     verifier_dtype: str = "auto"
-    """float32, bfloat16 or float16; auto: bfloat16 where training's mixed precision is bf16."""
+    """float32 or bfloat16; auto: bfloat16 where training's mixed precision is bf16."""
     drafter: Eagle3Config = field(default_factory=Eagle3Config)
     loss: LossConfig = field(default_factory=LossConfig)
     init_from: str | None = None

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -255,7 +256,7 @@ def fit(
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
     tracker.start(step, tokens)
     seconds, counted = 0.0, 0  # of training alone, since the last log line
-    with StopSignal() as stop:
+    with closing(tracker), StopSignal() as stop:
         while not finished:
             started = time.perf_counter()
             group = list(itertools.islice(batches, settings.accumulation))
@@ -288,7 +289,6 @@ def fit(
                 averages.add(loss.metrics)
             norm = accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
             if not (math.isfinite(value) and math.isfinite(norm)):
-                tracker.close()
                 raise ValueError(
                     f"step {step}: the loss is {value.item():g} and its gradient's norm "
                     f"{float(norm):g}; {checkpoints.intact()}. Lower training.learning_rate "
@@ -318,7 +318,6 @@ def fit(
                 better = checkpoints.is_better(validation)
             if finished or better or (settings.save_every and step % settings.save_every == 0):
                 save()
-    tracker.close()
     if stopped:
         tracker.say(f"stopped by SIGTERM after step {step}; to go on: --training.resume true")
     return {"step": step, "tokens": tokens, "stopped": stopped, "validation": validation}
