@@ -9,8 +9,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 RECIPE ?= recipes/eagle3/smollm2-135m.yaml
-REPORT ?= outputs/quickstart
-ACCEPTANCE ?= --config recipes/acceptance/quickstart.yaml
+ACCEPTANCE ?= --drafter outputs/quickstart/best --out outputs/quickstart
 PYTEST_ARGS ?=
 
 VENV := .venv

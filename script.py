@@ -45,7 +45,13 @@ def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
     """
     words = arguments(argv)
     try:
-        return auto_cli(settings_class, as_positional=False, args=words, exit_on_error=False)
+        return auto_cli(
+            settings_class,
+            args=words,
+            as_positional=False,
+            exit_on_error=False,
+            allow_abbrev=False,  # half a name is a mistake
+        )
     except (argparse.ArgumentError, TypeError) as error:
         raise ValueError(_explained(_one_line(error), settings_class, words)) from error
 
