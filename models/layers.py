@@ -54,7 +54,7 @@ class _MergedAttention(torch.autograd.Function):
     def forward(ctx, query, keys, values, own_keys, own_values, mask):
         scale = query.shape[-1] ** -0.5
         block, log_sum, *kernel_state = _fused_forward(query, keys, values, mask)
-        scores = (query * own_keys).sum(-1).float() * scale  # [s, B, h, T]
+        scores = (query * own_keys).sum(-1).to(log_sum.dtype) * scale  # [s, B, h, T]
         merged = torch.logaddexp(log_sum, scores.logsumexp(0))  # [B, h, T]
         weights = (scores - merged).exp().to(query.dtype)  # [s, B, h, T]
         output = block * (log_sum - merged).exp().to(query.dtype)[..., None]

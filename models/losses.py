@@ -189,9 +189,9 @@ def _chunk_loss(
         best = logits.argmax(-1)
         if drafter.draft_ids is not None:
             best = drafter.draft_ids[best]
-        accurate = (best == teacher.best).float()
-        outside = (columns < 0).float()
-        table = torch.stack([loss.detach(), accurate, acceptance, outside], dim=1)
+        outside = columns < 0  # such a token can only be rejected
+        accurate = (best == teacher.best) & ~outside
+        table = torch.stack([loss.detach(), accurate.float(), acceptance, outside.float()], dim=1)
         sums = torch.zeros(len(weights), len(METRICS), device=table.device)
         sums.index_add_(0, steps, table)
     return (loss * weights[steps]).sum(), sums
