@@ -220,17 +220,17 @@ class Featurizer:
 
     The verifier runs over documents, whatever batch they came in: one by one on a CPU, where that
     is as fast and makes the states bitwise those of the document alone, in groups of like length
-    elsewhere. With `keep`, states stay in main memory by document, if they are expected to fit,
-    and each document is run only once. States of padding are zero.
+    elsewhere. With `keep`, states stay in main memory by document, as far as they fit, and each
+    such document is run only once. States of padding are zero.
 
     Args:
         layers: ids of the residual streams wanted.
         keep: keep states over epochs.
-        num_tokens: of all documents that will come, for the estimate.
+        num_tokens: of all documents that will come, for the estimate that is printed.
         memory_limit: bytes that the kept states of this process may take; half of the available
             memory, shared by the processes of this machine, when not given.
-        dtype: of kept states; as computed when not given. bfloat16 takes half of the memory and
-            rounds.
+        dtype: states are rounded to it and kept in it; as computed when not given. bfloat16 takes
+            half of float32's memory.
         autocast_dtype: run the verifier under autocast; the caller's own setting when not given.
     """
 
@@ -252,13 +252,16 @@ class Featurizer:
         self.bytes_needed = num_tokens * width * (dtype or verifier.dtype).itemsize
         if memory_limit is None:
             memory_limit = available_memory() // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self.keep = keep and self.bytes_needed <= memory_limit
+        self.room = memory_limit if keep else 0  # bytes
         self.kept: dict[bytes, list[Tensor]] = {}  # by the document's ids
         if keep and verbose:
-            size = f"{self.bytes_needed / 1e9:.1f} GB for {num_tokens} tokens"
-            what = "kept in memory" if self.keep else "computed anew each epoch"
-            limit = f"of {memory_limit / 1e9:.1f} GB allowed"
-            print(f"verifier states: {what} ({size}, {limit})", file=sys.stderr)
+            share = min(1.0, self.room / max(1, self.bytes_needed))
+            rest = "" if share == 1 else f" for {share:.0%} of them, the rest computed every epoch"
+            print(
+                f"verifier states: kept in memory{rest} ({self.bytes_needed / 1e9:.1f} GB for "
+                f"{num_tokens} tokens, {self.room / 1e9:.1f} GB may be used)",
+                file=sys.stderr,
+            )
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the verifier's device, with its states."""
@@ -276,9 +279,13 @@ class Featurizer:
         missing = [i for i, key in enumerate(keys) if key not in self.kept]
         run = self._run([documents[i] for i in missing], ids.numel())
         states = dict(zip([keys[i] for i in missing], run, strict=True))
-        if self.keep:
-            for key, tensors in states.items():
-                states[key] = self.kept[key] = [t.to("cpu", self.dtype) for t in tensors]
+        for key, tensors in states.items():
+            if self.dtype is not None:
+                states[key] = tensors = [t.to(self.dtype) for t in tensors]
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            if size <= self.room:
+                self.kept[key] = [t.cpu() for t in tensors]
+                self.room -= size
         names = ("features", "last_hidden") if self.layers else ("last_hidden",)
         device = self.verifier.device
         made: dict[str, Tensor] = {}
@@ -286,7 +293,7 @@ class Featurizer:
             tensors = states[key] if key in states else self.kept[key]
             for name, part in zip(names, tensors, strict=True):
                 if name not in made:
-                    dtype = self.verifier.dtype if self.keep and self.dtype else part.dtype
+                    dtype = self.verifier.dtype if self.dtype else part.dtype
                     shape = (*ids.shape, part.shape[-1])
                     made[name] = torch.zeros(shape, dtype=dtype, device=device)
                 made[name][b, start:end] = part.to(device)

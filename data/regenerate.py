@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from headstart.data import conversations
 from headstart.data.conversations import Conversation
-from headstart.data.render import template_ids
+from headstart.data.template import template_ids
 from headstart.models.sampling import RowRandom, Sampling, draw
 from headstart.models.verifier import Verifier
 
@@ -190,9 +190,7 @@ def answer(
     while progress:
         ready = []
         for conversation, written, waiting in progress:
-            while (
-                waiting
-            ):  # everything up to and with the next user or tool turn that wants a reply
+            while waiting:  # up to and with the next user or tool turn that wants a reply
                 written.append(waiting.pop(0))
                 following = waiting[0]["role"] if waiting else None
                 if written[-1]["role"] in ("user", "tool") and following != "tool":

@@ -17,12 +17,11 @@ text does not encode back to the ids that the verifier wrote, a new row begins: 
 stands after exactly the tokens it was written after. What follows the last answer is left out.
 """
 
-import re
 import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -30,11 +29,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from headstart.data import conversations
 from headstart.data.conversations import Conversation
+from headstart.data.template import (
+    UNSTABLE,
+    check_ids,
+    one_bos,
+    template_ids,
+    template_text,
+    written_turn,
+)
 from headstart.models import embedded
 from headstart.models.verifier import end_of_turn_ids, first_line
-
-OUR_FIELDS = ("token_ids", "truncated")  # of a message; no business of the template's
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass
@@ -163,38 +167,6 @@ def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]
     return tokenizer, tuple(sorted(i for i in found if i < config.vocab_size))
 
 
-def template_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    prompt: bool = True,
-) -> list[int]:
-    """Ids of the chat template's text; with `prompt`, up to where the assistant begins to write.
-
-    A base model has no template: the turns' texts, a line each.
-    """
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        return _one_bos(tokenizer, tokenizer(text).input_ids)
-    text = _template_text(tokenizer, messages, tools, kwargs, prompt)
-    # the template writes its own BOS, or none
-    return _one_bos(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def _template_text(tokenizer, messages, tools, kwargs, prompt) -> str:
-    plain = [{k: v for k, v in m.items() if k not in OUR_FIELDS} for m in messages]
-    return tokenizer.apply_chat_template(
-        plain, tools=tools, add_generation_prompt=prompt, tokenize=False, **(kwargs or {})
-    )
-
-
-def _one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    bos = tokenizer.bos_token_id
-    count = len(list(takewhile(lambda i: i == bos, ids)))
-    return ids[max(0, count - 1) :]
-
-
 def render(
     conversation: Conversation,
     tokenizer: PreTrainedTokenizerBase,
@@ -300,7 +272,7 @@ def _agreed_kwargs(conversation: Conversation, asked: dict[str, Any] | None) -> 
 
 
 def _plain_text(text: str, tokenizer: PreTrainedTokenizerBase, terminators: set[int]) -> _Document:
-    ids = _one_bos(tokenizer, tokenizer(text).input_ids)
+    ids = one_bos(tokenizer, tokenizer(text).input_ids)
     if tokenizer.eos_token_id is not None and ids and ids[-1] not in terminators:
         ids = [*ids, tokenizer.eos_token_id]
     document = _Document()
@@ -327,11 +299,11 @@ def _chat(
         if message["role"] != "assistant" or index == 0:
             continue
         if "token_ids" in message:
-            _check_ids(conversation.id, message, tokenizer, terminators)
+            check_ids(conversation.id, message, tokenizer, terminators)
             prompt = template_ids(tokenizer, messages[:index], tools, kwargs)
             answer = message["token_ids"]
         else:
-            prompt, answer = _written(conversation, index, tokenizer, terminators, kwargs)
+            prompt, answer = written_turn(conversation, index, tokenizer, terminators, kwargs)
         end = next((i for i, token in enumerate(answer) if token in terminators), len(answer))
         cut = bool(message.get("truncated"))
         answer = answer[:end] if cut else answer[: end + 1]
@@ -339,8 +311,8 @@ def _chat(
             document, turn = documents[-1], turn + 1
         else:
             if documents and tokenizer.chat_template:
-                before = _template_text(tokenizer, messages[: last + 1], tools, kwargs, False)
-                now = _template_text(tokenizer, messages[:index], tools, kwargs, True)
+                before = template_text(tokenizer, messages[: last + 1], tools, kwargs, False)
+                now = template_text(tokenizer, messages[:index], tools, kwargs, True)
                 if not now.startswith(before.rstrip()):
                     warnings.warn(UNSTABLE, stacklevel=4)
             document, turn = _Document(), 1
@@ -355,102 +327,6 @@ def _chat(
         ids = template_ids(tokenizer, messages, tools, kwargs, prompt=False)
         documents.append(_Document(ids, [0] * len(ids)))
     return documents
-
-
-UNSTABLE = (
-    "the chat template rewrites earlier assistant turns (it may drop their reasoning): such "
-    "conversations become one row per assistant turn, each as the verifier saw it"
-)
-
-
-def _check_ids(
-    row_id: str, message: dict, tokenizer: PreTrainedTokenizerBase, terminators: set[int]
-) -> None:
-    """Stored ids must be the message's text: those of another tokenizer would train garbage."""
-    ids = message["token_ids"]
-    text = tokenizer.decode(ids[:-1] if ids and ids[-1] in terminators else ids)
-    if message["content"] and "".join(text.split()) != "".join(message["content"].split()):
-        raise ValueError(
-            f"row {row_id!r}: token_ids and content of an assistant turn differ under this "
-            "verifier's tokenizer; another verifier wrote it: regenerate it, or remove token_ids"
-        )
-
-
-def _written(
-    conversation: Conversation,
-    index: int,
-    tokenizer: PreTrainedTokenizerBase,
-    terminators: set[int],
-    kwargs: dict[str, Any],
-) -> tuple[list[int], list[int]]:
-    """Prompt and answer ids of assistant turn `index`, from its text."""
-    messages, tools = conversation.messages, conversation.tools
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"row {conversation.id!r}: the verifier has no chat template; give it rows of plain "
-            "text, or answers that data/regenerate.py wrote with it"
-        )
-    prompt = template_ids(tokenizer, messages[:index], tools, kwargs)
-    before = template_ids(tokenizer, messages[:index], tools, kwargs, prompt=False)
-    if _MARK.search(tokenizer.get_chat_template(None, tools)) and tokenizer.is_fast:
-        return _marked(conversation, index, tokenizer, terminators, kwargs, before)
-    whole = template_ids(tokenizer, messages[: index + 1], tools, kwargs, prompt=False)
-    if whole[: len(prompt)] == prompt:
-        return prompt, whole[len(prompt) :]
-    prompt_text = _template_text(tokenizer, messages[:index], tools, kwargs, True)
-    whole_text = _template_text(tokenizer, messages[: index + 1], tools, kwargs, False)
-    if whole_text.startswith(prompt_text):  # a token reaches over the border: serving splits it
-        text = whole_text[len(prompt_text) :]
-        return prompt, tokenizer(text, add_special_tokens=False).input_ids
-    # the generation prompt opens what the finished turn leaves out, e.g. a block of reasoning
-    shared = _shared(whole, prompt)
-    if shared < _shared(before, prompt):
-        raise ValueError(
-            f"row {conversation.id!r}: the chat template rewrites the turns before an answer, so "
-            "the answer's tokens cannot be found; regenerate the answers with this verifier"
-        )
-    warnings.warn(UNSTABLE, stacklevel=5)
-    return whole[:shared], whole[shared:]
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
-
-
-def _marked(
-    conversation: Conversation,
-    index: int,
-    tokenizer: PreTrainedTokenizerBase,
-    terminators: set[int],
-    kwargs: dict[str, Any],
-    before: list[int],
-) -> tuple[list[int], list[int]]:
-    """As the template's generation marks say, with the end of turn they may leave out."""
-    messages = [
-        {k: v for k, v in m.items() if k not in OUR_FIELDS}
-        for m in conversation.messages[: index + 1]
-    ]
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=conversation.tools,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **kwargs,
-    )
-    raw, marks = encoded["input_ids"], encoded["assistant_masks"]
-    ids = _one_bos(tokenizer, raw)
-    marks = marks[len(raw) - len(ids) :]
-    end = max((i for i, mark in enumerate(marks, 1) if mark), default=0)
-    start = end - len(list(takewhile(bool, reversed(marks[:end]))))
-    if start < _shared(before, ids):  # an earlier turn's mark: this turn has none
-        return ids, []
-    if ids[end - 1] not in terminators:
-        rest = ids[end:]
-        stop = next((i for i, token in enumerate(rest) if token in terminators), None)
-        if stop is not None and not tokenizer.decode(rest[:stop]).strip():
-            end += stop + 1
-    return ids[:start], ids[start:end]
 
 
 # ---- the script ------------------------------------------------------------------------------

@@ -310,19 +310,24 @@ def test_kept_states_may_be_rounded_and_are_so_from_the_first_use():
         assert torch.equal(first[name], exact[name].to(torch.bfloat16).float())
 
 
-def test_states_are_kept_only_where_they_fit_and_this_is_said(capsys):
+def test_states_are_kept_as_far_as_they_fit_and_this_is_said(capsys):
     verifier = tiny.verifier()
-    batch = collate(random_rows(3), 40, packed=True)
-    needed = 1000 * 4 * 32 * 4
-    large = Featurizer(verifier, LAYERS, keep=True, num_tokens=1000, memory_limit=needed)
-    assert "kept in memory" in capsys.readouterr().err
-    small = Featurizer(verifier, LAYERS, keep=True, num_tokens=1000, memory_limit=needed - 1)
-    assert "computed anew each epoch" in capsys.readouterr().err
+    batch = collate(rows_of([20, 20, 20]), 60, packed=True)
+    batch["input_ids"] %= 64
+    needed = 60 * 4 * 32 * 4
+    for limit, number, said in (
+        (needed, 3, "kept in memory ("),
+        (needed - 1, 2, "kept in memory for 100% of them, the rest computed every epoch"),
+        (needed // 3, 1, "for 33% of them"),
+        (0, 0, "for 0% of them"),
+    ):
+        made = Featurizer(verifier, LAYERS, keep=True, num_tokens=60, memory_limit=limit)
+        assert said in capsys.readouterr().err
+        first, second = made(batch), made(batch)
+        assert len(made.kept) == number
+        assert torch.equal(first["features"], second["features"])
     Featurizer(verifier, LAYERS)
     assert capsys.readouterr().err == ""
-    large(batch), small(batch)
-    assert len(large.kept) == 3
-    assert len(small.kept) == 0
 
 
 def test_without_layers_there_is_the_last_hidden_state_alone():

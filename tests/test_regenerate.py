@@ -8,7 +8,8 @@ import torch
 from headstart.data import conversations, regenerate
 from headstart.data.conversations import Conversation
 from headstart.data.regenerate import Regenerate, generate, run, user_prefix
-from headstart.data.render import render, template_ids
+from headstart.data.render import render
+from headstart.data.template import template_ids
 from headstart.models.sampling import RowRandom, Sampling
 from headstart.models.verifier import Verifier
 from headstart.script import run_script

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from headstart.data import render as render_file
 from headstart.data.conversations import Conversation
 from headstart.data.render import Audit, Render, load_tokenizer, painted, render, render_all
+from headstart.data.template import template_ids
 from headstart.script import run_script
 
 START, END, EOS, BOS = "<|start|>", "<|end|>", "<eos>", "<bos>"
@@ -222,10 +223,7 @@ def test_bos_appears_once():
         assert row.input_ids[0] == bos
         assert row.input_ids.count(bos) == 1
     tokenizer.chat_template = None
-    assert (
-        render_file.template_ids(tokenizer, [{"role": "user", "content": f"{BOS}x"}]).count(bos)
-        == 1
-    )
+    assert template_ids(tokenizer, [{"role": "user", "content": f"{BOS}x"}]).count(bos) == 1
 
 
 def test_a_template_without_bos_gets_none():
@@ -271,7 +269,7 @@ def test_stored_ids_of_another_tokenizer_are_refused():
 def test_a_token_over_the_border_of_the_prompt_is_split_as_in_serving():
     tokenizer = byte_tokenizer(merges=[("Ċ", "Ċ")])  # two newlines
     [row] = made(chat("hi", "\nhello"), tokenizer)
-    prompt = render_file.template_ids(tokenizer, chat("hi").messages)
+    prompt = template_ids(tokenizer, chat("hi").messages)
     assert row.input_ids[: len(prompt)] == prompt
     assert row.loss_mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
     assert supervised_texts(row, tokenizer) == [f"\nhello{END}"]
