@@ -204,11 +204,11 @@ def test_resume_without_checkpoints_starts_anew(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_ends_with_code_0(tmp_path: Path) -> None:
-    stopped = run(PROGRAM, tmp_path, "max_steps=9", "term_at=2")
+    stopped = run(PROGRAM, tmp_path, "max_steps=9", "term_at=2", "log_every=2")
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM after step 3; to go on: --training.resume true" in stopped.stdout
-    train(tmp_path, max_steps=9, resume=True)
-    train(tmp_path / "whole", max_steps=9)
+    train(tmp_path, max_steps=9, log_every=2, resume=True)
+    train(tmp_path / "whole", max_steps=9, log_every=2)
     assert losses(tmp_path) == losses(tmp_path / "whole")
 
 

@@ -224,7 +224,7 @@ def fit(
         total_steps = math.ceil(settings.num_epochs * len(loader) / settings.accumulation)
 
     set_seed(settings.seed + accelerator.process_index)  # noise differs between ranks
-    step, tokens, finished, validation = 0, 0, False, None
+    step, tokens, done, stopped, validation = 0, 0, False, False, None
     averages = Averages(device)
     if resumed is not None:
         step, tokens, validation = (resumed.state[k] for k in ("step", "tokens", "validation"))
@@ -257,7 +257,7 @@ def fit(
     tracker.start(step, tokens)
     seconds, counted = 0.0, 0  # of training alone, since the last log line
     with closing(tracker), StopSignal() as stop:
-        while not finished:
+        while not (done or stopped):
             started = time.perf_counter()
             group = list(itertools.islice(batches, settings.accumulation))
             flags = torch.tensor([stop.received])
@@ -300,23 +300,24 @@ def fit(
             averages.add({"loss": (value * known, known), "grad_norm": (norm / world, 1 / world)})
             seconds, counted = seconds + time.perf_counter() - started, counted + counts[-2].item()
 
-            finished = stopped or fraction >= 1
+            done = fraction >= 1
             tracker.advance(step, fraction)
-            if finished or step % tracker.settings.log_every == 0:
+            if done or step % tracker.settings.log_every == 0:
                 numbers = averages.means(accelerator)
                 numbers |= {"lr": rate(settings, fraction), "tokens_per_second": counted / seconds}
                 tracker.log(step, tokens, numbers)
                 seconds, counted = 0.0, 0
             due = settings.validate_every and step % settings.validate_every == 0
             better = False
-            if validate is not None and (due or (finished and not stopped)):
+            if validate is not None and (due or done):
                 drafter.eval()
                 with torch.no_grad(), accelerator.autocast():
                     validation = {"step": step, **validate()}
                 drafter.train()
                 tracker.validated(step, tokens, validation)
-                better = checkpoints.is_better(validation)
-            if finished or better or (settings.save_every and step % settings.save_every == 0):
+                better = gather_object([checkpoints.is_better(validation)])[0]  # the main process's
+            regular = settings.save_every and step % settings.save_every == 0
+            if done or stopped or better or regular:
                 save()
     if stopped:
         tracker.say(f"stopped by SIGTERM after step {step}; to go on: --training.resume true")
