@@ -10,6 +10,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 RECIPE ?= recipes/eagle3/smollm2-135m.yaml
 ACCEPTANCE ?= --drafter outputs/quickstart/best --out outputs/quickstart
+SMOKE_ACCEPTANCE ?= --drafter outputs/tiny/best --out outputs/tiny --decode_prompts 6 \
+	--speed_prompts 2 --max_new_tokens 16
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -29,6 +31,7 @@ quickstart: environment
 # The quickstart's path on a tiny recipe, in seconds.
 smoke: environment
 	$(OFFLINE) $(LAUNCH) train/eagle3.py --config recipes/eagle3/tiny.yaml
+	$(OFFLINE) $(BIN)/python eval/acceptance.py $(SMOKE_ACCEPTANCE)
 
 environment: $(INSTALLED)
 
