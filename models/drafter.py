@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         config["headstart"]["type"], config["headstart"]["fingerprint"]
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
             "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
@@ -175,10 +175,11 @@ def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -
         allow_verifier: accept a verifier with another fingerprint, such as a quantised copy.
 
     Raises:
-        ValueError: no drafter there, or one made for another verifier.
+        ValueError: no drafter there, one that cannot be read, or one made for another verifier.
     """
     from headstart.models.eagle3 import Eagle3
 
+    classes = {"eagle3": Eagle3}
     config = read_config(folder)
     made_for = config["headstart"]
     if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
@@ -187,8 +188,12 @@ def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -
             f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
             "); pass its own verifier, or --allow_verifier true for a copy of the same model"
         )
-    drafter_class = {"eagle3": Eagle3}[made_for["type"]]
-    return drafter_class.load(Path(folder), config, verifier, losses.LossConfig())
+    if made_for["type"] not in classes:
+        raise ValueError(
+            f"drafter {str(folder)!r} has type {made_for['type']!r}; this version of headstart "
+            f"knows {', '.join(classes)}"
+        )
+    return classes[made_for["type"]].load(Path(folder), config, verifier, losses.LossConfig())
 
 
 def fingerprint(drafter: TrainableDrafter) -> str:

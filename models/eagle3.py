@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -172,7 +173,7 @@ class Eagle3(TrainableDrafter):
 
     @torch.no_grad()
     def initialise(self, init: str) -> None:
-        """Head rows and final norm from the verifier; with "verifier", its last layer too.
+        """Head rows from the verifier; with "verifier", its last layer and final norm too.
 
         The copied layer's weights act on the feature half, small random ones on the embedding
         half, and fc passes the highest feature through, so that training starts near a layer that
@@ -192,10 +193,11 @@ class Eagle3(TrainableDrafter):
             wanted[name] = torch.Size((wanted[name][0], wanted[name][1] // 2))
         if init == "random":
             return
-        if {name: w.shape for name, w in source.items()} != wanted:
+        same = {name: w.shape for name, w in source.items()} == wanted
+        if not same or verifier.config.hidden_act != "silu":  # Gemma: same shapes, other arithmetic
             print(
-                f"drafter.init: the last layer of {verifier.name} has another shape than the "
-                "drafter's; starting from random weights"
+                f"drafter.init: the last layer of {verifier.name} has another shape or arithmetic "
+                "than the drafter's; starting from random weights"
             )
             return
         width = self.config.hidden_size
@@ -251,12 +253,10 @@ class Eagle3(TrainableDrafter):
 
     def advance(self, state: State, tokens: Tensor, lengths: Tensor, states: States) -> None:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = state.slots[:, None] + steps
-        if len(tokens) > 1:
-            positions = positions.masked_fill(steps >= lengths[:, None], -1)
+        positions = (state.slots[:, None] + steps).masked_fill(steps >= lengths[:, None], -1)
         output = self._run(state, self.fuse(states.features), tokens, positions)
         last = output[torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)]
-        if state.output is not None and len(tokens) > 1:
+        if state.output is not None:
             last = torch.where((lengths > 0)[:, None], last, state.output)
         state.output = last
         state.slots = state.slots + lengths
@@ -297,20 +297,36 @@ class Eagle3(TrainableDrafter):
     def save(self, folder: Path) -> None:
         """`config.json` and `model.safetensors`, as vLLM loads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = self.config.to_dict() | {"torch_dtype": "float32"}
+        config = self.config.to_dict() | {"torch_dtype": "float32"}  # its name before dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     @classmethod
     def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "Eagle3":
-        """Read a saved drafter, every tensor of it."""
-        tensors = load_file(folder / "model.safetensors")
-        draft_ids = None
-        if "d2t" in tensors:
-            draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
-        drafter.load_state_dict(tensors)
+        """Read a saved drafter, every tensor of it.
+
+        Raises:
+            ValueError: damaged weights, or a verifier of another shape.
+        """
+        width, size = config["target_hidden_size"], config["vocab_size"]
+        if (width, size) != (verifier.hidden_size, verifier.vocab_size):
+            raise ValueError(
+                f"drafter {str(folder)!r} is for a verifier of hidden size {width} and {size} "
+                f"tokens; {verifier.name} has {verifier.hidden_size} and {verifier.vocab_size}"
+            )
+        try:
+            tensors = load_file(folder / "model.safetensors")
+            draft_ids = None
+            if "d2t" in tensors:
+                draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+            drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
+            drafter.load_state_dict(tensors)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise ValueError(
+                f"drafter {str(folder)!r}: model.safetensors cannot be read or is not that of its "
+                f"config.json: {' '.join(str(error).split())}; use another checkpoint"
+            ) from error
         return drafter
 
 
@@ -326,6 +342,7 @@ def draft_config(
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
     return LlamaConfig(
         architectures=["LlamaForCausalLMEagle3"],
+        dtype="float32",
         hidden_size=verifier.hidden_size,
         intermediate_size=theirs.intermediate_size,
         num_hidden_layers=1,
