@@ -116,7 +116,8 @@ def lossless_line(entry: dict[str, Any]) -> str:
     verdict = "lossless" if found["different"] == 0 else "NOT LOSSLESS"
     return (
         f"{verdict}: of {found['prompts']} texts, {found['identical']} are the verifier's own "
-        f"token by token, {found['ties']} differ at a tie of its logits, {found['different']} differ."
+        f"token by token, {found['ties']} differ at a tie of its logits, {found['different']} "
+        "differ otherwise."
     )
 
 
