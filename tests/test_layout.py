@@ -16,6 +16,7 @@ FILES = [
     ".ci/run", ".pre-commit-config.yaml", ".gitignore", "script.py", "data/smollm2/README.md",
 ]  # fmt: skip
 MAX_LINES = 400
+OTHERS = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}
 
 SOURCES = sorted(p for folder in ORDER for p in (ROOT / folder).rglob("*.py"))
 PACKAGE = [ROOT / "__init__.py", ROOT / "script.py", *SOURCES]
@@ -77,8 +78,7 @@ def test_imports_are_absolute(path: Path) -> None:
 def test_file_is_not_named_like_another_module(path: Path) -> None:
     """Only the folders themselves may be: they are imported as headstart.<folder>, and a script's
     own folder, not the root, is first on sys.path."""
-    others = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}
-    assert path.stem == "__init__" or path.stem not in others
+    assert path.stem == "__init__" or path.stem not in OTHERS
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name)
