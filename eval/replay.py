@@ -28,8 +28,8 @@ def acceptance_table(
 ) -> Tensor:
     """a(t, s), float64 `[B, T, K]`; zero where x_{t+2+s} is no answer token.
 
-    Temperature 0: 1[argmax p = x]. Greedy drafts: the same. Sampled drafts: min(1, p(x) / q(x)),
-    because P(x drafted and accepted) = min(p, q) and P(output is x) = q.
+    Greedy drafts: 1[argmax p = x]. Sampled drafts: min(1, p(x) / q(x)), because
+    P(x drafted and accepted) = min(p, q) and P(output is x) = q, which is 1 at temperature 0.
     """
     ids, turns = batch["input_ids"], batch["loss_mask"]
     rows, width = ids.shape
@@ -43,40 +43,48 @@ def acceptance_table(
             row, slot = part.T
             token = ids[row, slot + s + 2]
             logits = drafter.logits(hidden[row, slot]).float()
-            if sampling.greedy or not drafting.sampled:
+            if not drafting.sampled:
                 best = logits.argmax(-1)
                 accepted = (best if draft_ids is None else draft_ids[best]) == token
             else:
-                teacher = drafter.verifier.logits(batch["last_hidden"][row, slot + s + 1])
-                q = sampling.probs(teacher).gather(-1, token[:, None])[:, 0]
                 p = drafting.sampling.probs(logits)
                 if draft_ids is None:
                     p = p.gather(-1, token[:, None])[:, 0]
                 else:
                     at = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
                     p = p.gather(-1, at[:, None])[:, 0] * (draft_ids[at] == token)
-                accepted = (p.double() / q.double().clamp(min=1e-30)).clamp(max=1)
+                accepted = p.double()
+                if not sampling.greedy:
+                    teacher = drafter.verifier.logits(batch["last_hidden"][row, slot + s + 1])
+                    q = sampling.probs(teacher).gather(-1, token[:, None])[:, 0]
+                    accepted = (accepted / q.double().clamp(min=1e-30)).clamp(max=1)
             table[row, slot, s] = accepted.double()
     return table
 
 
-def count_turn(table: list[list[float]], first: int, last: int, draft_length: int) -> Counts:
-    """Expected rounds, examined and accepted drafts of one answer.
+def count_turn(
+    table: list[list[float]], first: int, last: int, draft_length: int, limit: int | None = None
+) -> Counts:
+    """Expected rounds, and drafts made, examined and accepted, of one answer.
 
     Args:
         table: a(t, s) of the row, `[T][K]`.
         first, last: positions of the answer's first and last token.
+        limit: position of the last token that was allowed: nothing is drafted beyond. None: every
+            round drafts K, as far as is known.
     """
     start = first - 1
     visits = [0.0] * (last - start + 1)  # visits[i]: expected rounds that begin at slot start + i
     visits[0] = 1.0
     rounds = 0.0
-    examined, accepted = [0.0] * draft_length, [0.0] * draft_length
+    drafted, examined, accepted = ([0.0] * draft_length for _ in range(3))
     for slot in range(start, last - 1):
         weight = visits[slot - start]
         if weight == 0.0:
             continue
         rounds += weight
+        for i in range(draft_length if limit is None else min(draft_length, limit - 1 - slot)):
+            drafted[i] += weight
         reach = min(draft_length, last - 1 - slot)
         survival = weight
         for i in range(reach):
@@ -94,7 +102,7 @@ def count_turn(table: list[list[float]], first: int, last: int, draft_length: in
         category="all",
         tokens=last - first + 1,
         rounds=rounds,
-        drafted=[rounds] * draft_length,
+        drafted=drafted,
         examined=examined,
         accepted=accepted,
     )
@@ -130,7 +138,7 @@ def replay(
 
     Args:
         batches: with the verifier's states in them (featurized).
-        max_new_tokens: replay only so many tokens of each answer.
+        max_new_tokens: of each answer: it is replayed as if it had been decoded under this limit.
     """
     counts = []
     for batch in batches:
@@ -140,7 +148,9 @@ def replay(
             for _, first, last in turns(
                 batch["loss_mask"][row].tolist(), batch["document_ids"][row].tolist()
             ):
+                limit = None
                 if max_new_tokens is not None:
-                    last = min(last, first + max_new_tokens - 1)
-                counts.append(count_turn(values, first, last, draft_length))
+                    limit = first + max_new_tokens - 1
+                    last = min(last, limit)
+                counts.append(count_turn(values, first, last, draft_length, limit))
     return counts

@@ -236,11 +236,11 @@ def generate(
             timer.lap("prefill")
 
         number += 1
-        room = [max_new_tokens - len(output.tokens) - 1 for output in active]  # beside q's token
+        room = [max_new_tokens - len(output.tokens) for output in active]
         wanted = min(draft_length, max(room))
         drafts, lengths = token.new_empty(len(token), 0), torch.zeros_like(token)
         p = vocabulary = None
-        if drafter is not None and wanted:
+        if drafter is not None:
             # a stream for each round: how many draws it takes may depend on the batch
             stream = random.fork(number) if drafting.sampled else random
             proposal = drafter.propose(state, wanted, drafting, stream)
@@ -279,16 +279,21 @@ def generate(
         _cut(cache, counts, kept, len(offsets))
         if drafter is not None:
             block, states = block[:, : max(kept)], _states(states, slice(None), max(kept))
-        for output, row in zip(active, table, strict=True):
-            _record(output, row[: row[-1]], row[-2], terminators)
+        for output, row, most in zip(active, table, room, strict=True):
+            _record(output, row[: row[-1]], row[-2], most, terminators)
 
 
-def _record(output: Generated, emitted: list[int], length: int, terminators: set[int]) -> None:
-    """Write down one row's round: the accepted ones of `length` drafts and the verifier's token."""
+def _record(
+    output: Generated, emitted: list[int], length: int, room: int, terminators: set[int]
+) -> None:
+    """Write down one row's round: the accepted ones of `length` drafts and the verifier's token.
+
+    At most `room` of them are output: where as many drafts were accepted, that token is too many.
+    """
     accepted = len(emitted) - 1
     examined = min(len(emitted), length)
     stop = next((i for i, token in enumerate(emitted) if token in terminators), accepted)
-    emitted = emitted[: stop + 1]
+    emitted = emitted[: min(stop + 1, room)]
     output.tokens += emitted
     output.rounds += 1
     for i in range(length):

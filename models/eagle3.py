@@ -290,7 +290,9 @@ class Eagle3(TrainableDrafter):
 
     def select_rows(self, state: State, rows: Tensor) -> None:
         state.cache.select_rows(rows)
-        state.slots, state.output = state.slots[rows], state.output[rows]
+        state.slots = state.slots[rows]
+        if state.output is not None:  # a text may end before its first round
+            state.output = state.output[rows]
 
     # ---- checkpoint --------------------------------------------------------------------------
 

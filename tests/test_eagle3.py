@@ -363,6 +363,17 @@ def test_rows_can_be_dropped_on_the_way():
 
 
 @torch.no_grad()
+def test_rows_can_be_dropped_before_the_first_round():
+    drafter, ids = loud(), texts(3, 8)
+    state = drafter.start(ids[:, 0])
+    drafter.select_rows(state, torch.tensor([2]))
+    serving = Serving(drafter, ids[2:])
+    serving.state = state
+    serving.advance([4])
+    serving.check(serving.propose(0))
+
+
+@torch.no_grad()
 def test_a_proposal_is_a_chain_of_verifier_ids():
     serving = Serving(loud(draft_vocab_size=40), texts(3, 16))
     serving.advance([4, 7, 1])
