@@ -89,6 +89,9 @@ class Acceptance:
         for name in ("max_new_tokens", "max_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("decode_prompts", "speed_prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 (all) or more, got {getattr(self, name)}")
         if not self.runs:
             raise ValueError("runs must name at least one law to measure under")
 
@@ -123,7 +126,11 @@ def featurized(drafter: TrainableDrafter, rows: list[Row], max_length: int) -> l
 
 
 def replay_rows(
-    drafter: TrainableDrafter, rows: list[Row], run: RunSettings, settings: Acceptance
+    drafter: TrainableDrafter,
+    rows: list[Row],
+    run: RunSettings,
+    settings: Acceptance,
+    max_new_tokens: int | None = None,
 ) -> tuple[list[Counts], float]:
     """Counts with the rows' ids and categories, and the seconds taken, verifier included."""
     began = time.monotonic()
@@ -135,7 +142,8 @@ def replay_rows(
     for start in range(0, len(ordered), 8):
         part = ordered[start : start + 8]
         batches = featurized(drafter, part, settings.max_length)
-        found = replay(drafter, batches, settings.draft_length, sampling, drafting)
+        length = settings.draft_length
+        found = replay(drafter, batches, length, sampling, drafting, max_new_tokens)
         names = [
             (row.id, row.category)
             for row in part
@@ -240,7 +248,9 @@ def measure_run(
     done += decode(drafter, others, run, settings, rest, settings.batch_size)
     drafted = [d for d in done if d.draft_length == settings.draft_length]
     counts = [d.output.counts(d.row.id, d.row.category) for d in drafted]
-    same, same_seconds = replay_rows(drafter, [decoded_row(d) for d in drafted], run, settings)
+    again = [decoded_row(d) for d in drafted]
+    limit = settings.max_new_tokens
+    same, same_seconds = replay_rows(drafter, again, run, settings, limit)
     entry = {
         "settings": {
             "draft_length": settings.draft_length,
@@ -291,10 +301,10 @@ def speed(timed: list[Decoded], lengths: tuple[int, ...]) -> list[dict[str, Any]
     bootstrap over prompts. A prediction needs c and v_N, which come from the same runs' timers.
     """
     plain = {id(d.row): d for d in timed if d.draft_length == 0}
-    if not plain:
+    passes = sum(d.timer.rounds for d in plain.values())
+    if not passes:  # nothing was timed, or every answer ended in prefill
         return []
-    pass_seconds = sum(d.timer.verification for d in plain.values())
-    pass_seconds /= sum(d.timer.rounds for d in plain.values())
+    pass_seconds = sum(d.timer.verification for d in plain.values()) / passes
     entries = []
     for length in lengths:
         drafted = [d for d in timed if d.draft_length == length]

@@ -205,8 +205,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         named = [*everything["categories"].items(), ("all", everything)]
         lengths = [m["acceptance_length"] for _, m in named]
         values = [m["value"] or 1.0 for m in lengths]
-        below = [v - (m["low"] or v) for v, m in zip(values, lengths, strict=True)]
-        above = [(m["high"] or v) - v for v, m in zip(values, lengths, strict=True)]
+        # of few prompts, a bootstrap interval need not hold the value
+        below = [max(v - (m["low"] or v), 0) for v, m in zip(values, lengths, strict=True)]
+        above = [max((m["high"] or v) - v, 0) for v, m in zip(values, lengths, strict=True)]
         at = [k + i * shift for k in range(len(named))]
         axes[1].bar(at, values, shift, yerr=[below, above], capsize=2, label=label)
         axes[1].set_xticks(range(len(named)), [n for n, _ in named], rotation=40, ha="right")

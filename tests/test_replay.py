@@ -255,7 +255,7 @@ def test_replay_lies_in_the_interval_of_sampled_decoding(law):
     settings = {"draft_length": 3, "sampling": sampling, "drafting": drafting}
     plain = generate(verifier, None, prompts[:60], max_new_tokens=limit, seed=5, **settings)
     texts = [answered(p, t.tokens) for p, t in zip(prompts, plain, strict=False)]
-    drafter = trained(verifier, texts, 60, draft_vocab_size)
+    drafter = trained(verifier, texts, 30, draft_vocab_size)
     verifier.terminator_ids = (3, 30)
     outputs = generate(verifier, drafter, prompts, max_new_tokens=limit, seed=1, **settings)
     decoded = summarise([o.counts(str(i)) for i, o in enumerate(outputs)])
@@ -266,7 +266,7 @@ def test_replay_lies_in_the_interval_of_sampled_decoding(law):
     for name in ("acceptance_length", "acceptance_rate"):
         interval = decoded[name]
         assert interval["low"] < replayed[name]["value"] < interval["high"], name
-    assert interval["high"] - interval["low"] < 0.04 and interval["low"] > 0.05
+    assert interval["high"] - interval["low"] < 0.04 and interval["low"] > 0.03
     assert replayed["draft_efficiency"] == pytest.approx(decoded["draft_efficiency"], abs=0.02)
     assert replayed["tokens_per_round"] == pytest.approx(decoded["tokens_per_round"], rel=0.02)
     reached = decoded["rounds"]

@@ -1,0 +1,286 @@
+"""The acceptance report, from a saved verifier and drafter to its three files."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import verifier as tiny_verifier
+
+from headstart.data import regenerate
+from headstart.data.render import Row
+from headstart.eval import acceptance, report
+from headstart.eval.acceptance import Acceptance, RunSettings, pick
+from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.losses import LossConfig
+from headstart.models.verifier import Verifier
+from headstart.script import run_script
+
+M = {
+    "prompts", "tokens", "rounds", "acceptance_length", "tokens_per_round", "acceptance_rate",
+    "draft_efficiency", "conditional", "joint",
+}  # fmt: skip
+CATEGORIES = {"chat": 4, "code": 3, "maths": 2}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A verifier, a drafter of it, and its answers at temperatures 0 and 1."""
+    folder = tmp_path_factory.mktemp("acceptance")
+    made = tiny_verifier(max_position_embeddings=96)
+    made.model.save_pretrained(folder / "verifier")
+    made.tokenizer.save_pretrained(folder / "verifier")
+    verifier = Verifier.load(str(folder / "verifier"))
+    torch.manual_seed(0)
+    drafter = Eagle3.create(
+        verifier, Eagle3Config(draft_vocab_size=48), LossConfig(), torch.arange(64)
+    )
+    drafter.save(folder / "drafter")
+    prompts = folder / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for category, count in CATEGORIES.items():
+            for i in range(count):
+                messages = [{"role": "user", "content": f"w{i} w{len(category)} w{7 + 3 * i}"}]
+                row = {"id": f"{category}-{i}", "category": category, "messages": messages}
+                file.write(json.dumps(row) + "\n")
+    for temperature in (0, 1):
+        regenerate.run(
+            regenerate.Regenerate(
+                out=str(folder / f"t{temperature}.jsonl"),
+                verifier=str(folder / "verifier"),
+                prompts=str(prompts),
+                max_new_tokens=20,
+                temperature=float(temperature),
+            )
+        )
+    return folder
+
+
+def run_settings(folder: Path, **changes: Any) -> Acceptance:
+    runs = [
+        RunSettings(str(folder / "t0.jsonl")),
+        RunSettings(str(folder / "t1.jsonl"), temperature=1.0, drafting="sampled"),
+    ]
+    given = {
+        "drafter": str(folder / "drafter"),
+        "out": str(folder / "report"),
+        "runs": runs,
+        "decode_prompts": 6,
+        "speed_prompts": 3,
+        "speed_draft_lengths": (1, 3),
+        "draft_length": 3,
+        "max_new_tokens": 10,
+        "batch_size": 2,
+    }
+    return Acceptance(**(given | changes))
+
+
+@pytest.fixture(scope="module")
+def written(workplace) -> tuple[dict[str, Any], Path]:
+    acceptance.run(run_settings(workplace))
+    out = workplace / "report"
+    return json.loads((out / "report.json").read_text()), out
+
+
+def test_the_report_has_the_keys_of_its_schema(written):
+    result, _ = written
+    assert set(result) == {"schema", "drafter", "verifier", "runs", "speed", "provenance"}
+    assert result["schema"] == 1
+    assert set(result["drafter"]) == {"type", "path", "parameters", "fingerprint"}
+    assert set(result["verifier"]) == {"name", "fingerprint"}
+    for entry in result["runs"]:
+        assert set(entry) == {
+            "settings", "overall", "categories", "lossless", "replay", "decoding_seconds",
+        }  # fmt: skip
+        assert set(entry["settings"]) == {
+            "draft_length", "shape", "temperature", "top_p", "top_k", "drafting", "batch_size",
+            "max_new_tokens", "seed", "dtype", "device", "data",
+        }  # fmt: skip
+        assert set(entry["overall"]) == M
+        assert all(set(measures) == M for measures in entry["categories"].values())
+        assert set(entry["replay"]) == {"same_prompts", "all"}
+        assert set(entry["replay"]["same_prompts"]) == M | {"seconds"}
+        assert set(entry["replay"]["all"]) == M | {"seconds", "categories"}
+        assert set(entry["overall"]["acceptance_length"]) == {"value", "low", "high"}
+    assert set(result["runs"][0]["lossless"]) == {"identical", "ties", "different", "prompts"}
+    assert result["runs"][1]["lossless"] is None  # of distributions, no texts to compare
+    for entry in result["speed"]:
+        assert set(entry) == {
+            "draft_length", "measured", "low", "high", "median", "predicted", "cost_ratio",
+            "verify_overhead", "acceptance_length", "categories",
+        }  # fmt: skip
+    assert set(result["provenance"]) == {
+        "command", "commit", "versions", "recipe", "time", "seconds",
+    }  # fmt: skip
+
+
+def test_the_report_agrees_with_itself(written, workplace):
+    result, _ = written
+    for entry in result["runs"]:
+        settings, replayed = entry["settings"], entry["replay"]
+        assert (settings["shape"], settings["draft_length"]) == ("chain", 3)
+        assert set(entry["categories"]) == set(replayed["all"]["categories"]) == set(CATEGORIES)
+        measured = [entry["overall"], replayed["same_prompts"], replayed["all"]]
+        for m in [*measured, *entry["categories"].values()]:
+            accepted = sum(m["joint"])
+            assert m["acceptance_length"]["value"] == pytest.approx(1 + accepted)
+            assert m["draft_efficiency"] <= m["acceptance_rate"]["value"] + 1e-9
+            assert len(m["conditional"]) == len(m["joint"]) == 3
+            assert m["joint"][0] == pytest.approx(m["conditional"][0])
+            for measure in (m["acceptance_length"], m["acceptance_rate"]):
+                assert measure["low"] <= measure["high"]
+        assert [m["prompts"] for m in measured] == [6, 6, 9]
+        for name, count in CATEGORIES.items():
+            assert replayed["all"]["categories"][name]["prompts"] == count
+            assert entry["categories"][name]["prompts"] == 2
+    assert result["drafter"]["parameters"] > 10_000 and len(result["drafter"]["fingerprint"]) == 16
+    assert result["verifier"]["name"] == str(workplace / "verifier")
+    assert [entry["draft_length"] for entry in result["speed"]] == [1, 3]
+    for entry in result["speed"]:
+        assert 0 < entry["low"] <= entry["measured"] * 1.001 and entry["cost_ratio"] > 0
+        assert entry["predicted"] == pytest.approx(entry["predicted"]) and entry["predicted"] > 0
+
+
+def test_replay_of_the_decoded_prompts_equals_decoding(written):
+    entry = written[0]["runs"][0]
+    decoded = entry["overall"]
+    replayed = {k: v for k, v in entry["replay"]["same_prompts"].items() if k != "seconds"}
+    assert replayed == decoded
+
+
+def test_every_greedy_text_is_the_verifiers(written):
+    lossless = written[0]["runs"][0]["lossless"]
+    assert lossless == {"identical": 6, "ties": 0, "different": 0, "prompts": 6}
+
+
+def test_provenance_has_the_resolved_settings(written):
+    origin = written[0]["provenance"]
+    assert origin["recipe"]["runs"][1]["temperature"] == 1.0
+    assert origin["recipe"]["speed_draft_lengths"] == [1, 3]
+    assert {"torch", "transformers", "headstart", "python"} <= set(origin["versions"])
+
+
+def test_the_report_can_be_read_and_seen(written):
+    _, out = written
+    text = (out / "report.md").read_text()
+    titles = ["T = 0 (greedy, greedy drafts)", "T = 1 (temperature 1, sampled drafts)"]
+    measured = ["conditional acceptance", "replay, chat", "decoding, same prompts", "Best: K ="]
+    for words in [*titles, *measured, "lossless: of 6 texts, 6 are the verifier's own"]:
+        assert words in text, words
+    assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_speed_and_at_temperature_one_alone(workplace, tmp_path):
+    runs = [RunSettings(str(workplace / "t1.jsonl"), temperature=1.0, drafting="greedy")]
+    changes = {"runs": runs, "out": str(tmp_path), "decode_prompts": 2, "speed_draft_lengths": ()}
+    acceptance.run(run_settings(workplace, **changes))
+    result = json.loads((tmp_path / "report.json").read_text())
+    assert result["speed"] == []
+    assert (tmp_path / "acceptance.png").exists()
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+def error_of(folder: Path, monkeypatch, capsys, *arguments: str) -> str:
+    """What the script says on the command line; its exit code must be 2."""
+    words = ["--drafter", str(folder / "drafter"), "--out", str(folder / "none")]
+    words += ["--runs", json.dumps([{"data": str(folder / "t0.jsonl")}])]
+    words += ["--decode_prompts=2", "--speed_prompts=1", "--max_new_tokens=6"]
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", *words, *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_script(Acceptance, acceptance.run)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: ") and not any("Traceback" in line for line in lines)
+    assert not (folder / "none").exists()
+    return lines[-1]
+
+
+BAD = {
+    "K below one": (["--draft_length=0"], "draft lengths must be 1 or more, got 0"),
+    "K of the speed part": (["--speed_draft_lengths=[2,-1]"], "must be 1 or more, got -1"),
+    "no token": (["--max_new_tokens=0"], "max_new_tokens must be 1 or more, got 0"),
+    "prompts below zero": (["--decode_prompts=-1"], "decode_prompts must be 0 (all) or more"),
+    "no drafter": (["--drafter=/nowhere"], "drafter '/nowhere' is not a checkpoint"),
+    "no data": (['--runs=[{"data": "/nowhere.jsonl"}]'], "/nowhere.jsonl"),
+    "longer than the context": (["--max_new_tokens=95"], "that is more than the context"),
+    "unknown key": (["--draft_lenght=3"], "draft_length"),
+    "no runs": (["--runs=[]"], "runs must name at least one law"),
+    "unknown dtype": (["--dtype=float8"], "dtype 'float8'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line(case, workplace, monkeypatch, capsys):
+    arguments, message = BAD[case]
+    assert message in error_of(workplace, monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"temperature": -1}, "temperature must be 0 (greedy) or a positive number, got -1"),
+        ({"top_p": 0}, "top_p must be in (0, 1]"),
+        ({"drafting": "wild"}, "drafting must be greedy or sampled, got 'wild'"),
+        ({"temperature": 1}, "was answered at temperature 0.0, the run has 1.0"),
+    ],
+)
+def test_a_law_that_cannot_be_measured_is_refused(change, message, workplace, monkeypatch, capsys):
+    runs = [{"data": str(workplace / "t0.jsonl")} | change]
+    assert message in error_of(workplace, monkeypatch, capsys, f"--runs={json.dumps(runs)}")
+
+
+def test_another_verifier_is_refused_by_name(workplace, tmp_path, monkeypatch, capsys):
+    other = tiny_verifier(seed=1)
+    other.model.save_pretrained(tmp_path)
+    other.tokenizer.save_pretrained(tmp_path)
+    said = error_of(workplace, monkeypatch, capsys, f"--verifier={tmp_path}")
+    assert "was trained for" in said and "--allow_verifier true" in said
+
+
+# ---- parts -------------------------------------------------------------------------------------
+
+
+def rows_of(*categories: str) -> list[Row]:
+    return [Row([1], [1], str(i), category) for i, category in enumerate(categories)]
+
+
+def test_pick_deals_categories_evenly_in_file_order():
+    rows = rows_of("a", "a", "a", "b", "a", "b", "c")
+    assert [row.id for row in pick(rows, 3)] == ["0", "3", "6"]
+    assert [row.id for row in pick(rows, 5)] == ["0", "1", "3", "5", "6"]
+    assert [row.id for row in pick(rows, 6)] == ["0", "1", "2", "3", "5", "6"]
+    assert pick(rows, 0) == pick(rows, 7) == pick(rows, 99) == rows
+
+
+def test_a_picture_is_drawn_where_intervals_miss_their_value(written, tmp_path):
+    """Of few prompts, a bootstrap interval need not hold the value."""
+    result = json.loads(json.dumps(written[0]))
+    length = result["runs"][0]["replay"]["all"]["acceptance_length"]
+    length["low"] = length["value"] + 0.1
+    nothing = {"value": None, "low": None, "high": None}
+    result["runs"][1]["replay"]["all"]["acceptance_length"] = nothing
+    result["runs"][1]["replay"]["all"]["conditional"] = [None] * 3
+    report.plot(result, tmp_path / "a.png")
+    report.write_markdown(result, tmp_path / "a.md")
+    assert (tmp_path / "a.png").exists()
+
+
+def test_answers_that_end_in_prefill_are_reported(workplace, tmp_path):
+    """Without a round there is no acceptance length, and no speedup."""
+    changes = {"out": str(tmp_path), "max_new_tokens": 1, "batch_size": 4}
+    acceptance.run(run_settings(workplace, **changes))
+    result = json.loads((tmp_path / "report.json").read_text())
+    assert result["speed"] == []
+    assert result["runs"][0]["overall"]["acceptance_length"]["value"] is None
+    assert result["runs"][0]["replay"]["all"]["acceptance_length"]["value"] > 1
+
+
+def test_text_that_differs_is_not_called_lossless(written):
+    entry = json.loads(json.dumps(written[0]["runs"][0]))
+    entry["lossless"] |= {"identical": 5, "different": 1}
+    assert report.lossless_line(entry).startswith("NOT LOSSLESS")
