@@ -208,6 +208,18 @@ def test_every_kind_is_finite_on_laws_that_hardly_overlap(kind):
     assert loss.isfinite().all() and p.grad.isfinite().all() and acceptance.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_verifier_sure_of_a_token_outside_of_the_vocabulary_gives_no_nan(kind):
+    """What V' holds of q is then zero in float32, and cannot be divided by."""
+    given = batch()
+    assert 3 not in DRAFT_IDS
+    given["last_hidden"] = 200 * VERIFIER.head.weight[3] * torch.ones(2, 16, 1)
+    drafter = StandIn(LossConfig(kind), DRAFT_IDS)
+    loss = run(drafter, given, WEIGHTS)
+    assert loss.value.isfinite()
+    assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
+
+
 def test_forward_kl_has_the_gradient_of_ce():
     """So `ce` need not subtract the teacher's entropy."""
     q, p = torch.randn(5, 64), torch.randn(5, len(DRAFT_IDS), requires_grad=True)
@@ -254,7 +266,7 @@ def test_outside_of_the_vocabulary_is_a_rejection_in_every_metric():
     given = batch()
     drafter = StandIn(LossConfig("ce"), DRAFT_IDS)
     inside = torch.isin(given["input_ids"], DRAFT_IDS)
-    drafter.logits = lambda hidden: torch.zeros(*hidden.shape[:-1], len(DRAFT_IDS))
+    drafter.logits = lambda hidden: drafter.head(hidden) * 0
     given["last_hidden"] = VERIFIER.head.weight[0] * torch.ones(2, 16, 1)
     best = VERIFIER.logits(given["last_hidden"]).argmax(-1)
     assert (best == 0).all()  # id 0 is the first column, and the drafter's argmax
