@@ -260,6 +260,8 @@ class Eagle3(TrainableDrafter):
             last = torch.where((lengths > 0)[:, None], last, state.output)
         state.output = last
         state.slots = state.slots + lengths
+        if state.cache.has_holes:
+            state.cache.keep(state.cache.positions >= 0)  # squeezes them out once they are many
 
     def propose(self, state: State, draft_length: int, drafting: Drafting, random) -> Proposal:
         kept, had_holes = state.cache.positions.shape[1], state.cache.has_holes

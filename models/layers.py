@@ -126,7 +126,9 @@ def packed_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None  # padding lies at the end, where causality hides it
     slots = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     seen = (document_ids[:, :, None] == document_ids[:, None, :]) & visible(slots, slots)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    rows, width = document_ids.shape
+    aligned = -(-width // 16) * 16  # CUDA's kernel wants rows that begin at 16-byte borders
+    mask = torch.zeros(rows, width, aligned, dtype=dtype, device=seen.device)[..., :width]
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 

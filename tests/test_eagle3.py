@@ -208,6 +208,24 @@ def test_packed_equals_padded_in_loss_and_gradients():
         close(left, right, 1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_bfloat16_autocast_is_close_to_float32(packed):
+    drafter = loud(draft_vocab_size=40)
+    rows = [Row(texts(1, n)[0].tolist(), [0] * 3 + [1] * (n - 3), "row") for n in (9, 14, 6, 11)]
+    batch = Featurizer(VERIFIER, drafter.feature_layers)(collate(rows, 20, packed=packed))
+    results = []
+    for enabled in (False, True):
+        drafter.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = drafter(batch, torch.tensor([0.04, 0.03, 0.02]))
+        loss.value.backward()
+        results.append((loss.value.detach(), drafter.fc.weight.grad))
+    (exact, exact_grad), (rounded, rounded_grad) = results
+    assert rounded_grad.dtype == torch.float32 and rounded != exact
+    close(rounded.float(), exact, 0.02)
+    assert (rounded_grad - exact_grad).norm() < 0.05 * exact_grad.norm()
+
+
 # ---- serving = training ------------------------------------------------------------------------
 
 
@@ -345,6 +363,18 @@ def test_after_many_rounds_the_cache_equals_a_fresh_pass():
             held.append((layer.keys[row][:, order], layer.values[row][:, order]))
         for got, want in zip(*held, strict=True):
             close(got, want)
+
+
+@torch.no_grad()
+def test_holes_are_squeezed_out_once_they_are_many():
+    serving = Serving(loud(), texts(3, 180))
+    for _ in range(25):
+        for lengths in ([5, 1, 1], [1, 5, 1], [1, 1, 5]):
+            serving.advance(lengths)
+        serving.propose(0)
+    assert serving.slots == [175] * 3  # 375 slots with the holes
+    assert serving.state.cache.positions.shape[1] <= 175 + 64
+    serving.check(serving.propose(1, draft_length=3))
 
 
 @torch.no_grad()

@@ -163,6 +163,13 @@ def test_packed_mask_lets_a_slot_see_its_own_document_up_to_itself():
     assert mask[0, 0][~seen].max() < -1e30 and mask.isfinite().all()
 
 
+def test_rows_of_a_packed_mask_are_aligned():
+    """CUDA's fused kernel refuses a mask whose rows begin elsewhere than at 16-byte borders."""
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = packed_mask(PACKED, dtype)
+        assert mask.stride(-1) == 1 and mask.stride(-2) * mask.itemsize % 16 == 0
+
+
 @pytest.mark.parametrize("documents", [ONE, PADDED])
 def test_rows_of_one_document_need_no_mask(documents):
     assert packed_mask(documents, torch.float32) is None
