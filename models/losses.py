@@ -10,11 +10,10 @@ Legend: n rows, S steps, H verifier's hidden size, H' the drafter's, V and V' vo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from headstart.models.drafter import Batch, Loss, TrainableDrafter
@@ -35,8 +34,8 @@ class LossConfig:
     """Step s weighs gamma^s, normalised over the steps."""
     eta: float = 3.0
     """lk_hybrid: how fast the weight moves from KL to total variation as acceptance grows."""
-    chunk_positions: int = 512
-    """Positions whose logits are held at once; more than one chunk is recomputed in backward."""
+    chunk_positions: int = 256
+    """Positions whose logits, of all steps, are held at once."""
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -53,52 +52,73 @@ class LossConfig:
 
 
 class Teacher:
-    """The verifier's logits of some rows, and what the losses need of them."""
+    """What the losses need of the verifier's logits at m positions, for n rows taught there."""
 
-    def __init__(self, logits: Tensor, draft_ids: Tensor | None):
+    def __init__(self, logits: Tensor, draft_ids: Tensor | None, index: Tensor | None = None):
+        """`logits [m, V]`; row i is taught at position `index[i]`, [n], or at i."""
         logits = logits.float()
-        self.best = logits.argmax(-1)  # [n]
-        self.log_total = logits.logsumexp(-1, keepdim=True)  # [n, 1]
-        self.logits = logits if draft_ids is None else logits[:, draft_ids]  # [n, V']
+        self.index = index
+        self.best = logits.argmax(-1)  # [m]
+        log_total = logits.logsumexp(-1, keepdim=True)
+        logits = logits if draft_ids is None else logits[:, draft_ids]
+        self.log_q = logits - log_total  # [m, V'], not renormalised on V'
+        self.log_mass = self.log_q.logsumexp(-1, keepdim=True)  # [m, 1], what V' holds of q
+        self.q_tilde = (self.log_q - self.log_mass).exp()  # [m, V']; the mass may underflow
 
-    def rows(self, index: Tensor) -> Teacher:
-        picked = object.__new__(Teacher)
-        picked.best, picked.log_total = self.best[index], self.log_total[index]
-        picked.logits = self.logits[index]
-        return picked
+    def rows(self, name: str) -> Tensor:
+        """One of the tensors, row by row: [n, …]."""
+        tensor = getattr(self, name)
+        return tensor if self.index is None else tensor[self.index]
 
 
-def row_losses(
-    config: LossConfig, teacher: Teacher, logits: Tensor, columns: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss and expected acceptance of each row.
+class RowLosses(NamedTuple):
+    """Losses of n rows of logits, and their gradient."""
+
+    loss: Tensor  # [n]
+    acceptance: Tensor  # [n], Σ_v min(q, p)
+    gradient: Tensor  # [n, V'], of each loss with respect to its row of logits
+
+
+@torch.no_grad()
+def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Tensor) -> RowLosses:
+    """Losses and gradients, written out: each is p minus what it should be, by some measure.
+
+    With p = softmax(logits), the gradient of −Σ_v a_v log p_v is (Σ a) p − a, and that of
+    −Σ_v min(q, p) is p S − p·1[p < q], where S = Σ p·1[p < q]. `lk` and `lk_hybrid` are from the
+    LK losses (2026); the weight of `lk_hybrid` is held constant.
 
     Args:
         logits: the drafter's, [n, V'].
         columns: [n], the target's column in V', or -1 where it is outside.
-
-    Returns:
-        loss [n]; Σ_v min(q, p) [n], detached. Formulas: `lk` and `lk_hybrid` after the LK losses
-        (2026), the rest is standard.
     """
     log_p = logits.float().log_softmax(-1)
-    log_q = teacher.logits - teacher.log_total  # not renormalised on V'
-    least = torch.minimum(log_q, log_p)
-    with torch.no_grad():
-        acceptance = least.exp().sum(-1)
+    p = log_p.exp()
+    q_tilde, log_mass = teacher.rows("q_tilde"), teacher.rows("log_mass")
+    q = q_tilde * log_mass.exp()
+    acceptance = torch.minimum(q, p).sum(-1)
     if config.kind == "hard_ce":
-        picked = log_p.gather(-1, columns.clamp(min=0)[:, None])[:, 0]
-        return -picked.masked_fill(columns < 0, 0), acceptance
+        inside = (columns >= 0).float()[:, None]
+        picked = columns.clamp(min=0)[:, None]
+        loss = -(log_p.gather(-1, picked) * inside)[:, 0]
+        gradient = (p * inside).scatter_add_(-1, picked, -inside)
+        return RowLosses(loss, acceptance, gradient)
     if config.kind == "lk":
-        return -least.logsumexp(-1), acceptance
-    q_tilde = log_q.softmax(-1)
-    cross_entropy = -(q_tilde * log_p).sum(-1)
+        # in logarithms: acceptance may be far too small for float32
+        log_q = teacher.rows("log_q")
+        log_acceptance = torch.minimum(log_q, log_p).logsumexp(-1, keepdim=True)
+        below = torch.where(log_p < log_q, (log_p - log_acceptance).exp(), 0)
+        gradient = p * below.sum(-1, keepdim=True) - below
+        return RowLosses(-log_acceptance[:, 0], acceptance, gradient)
+    cross_entropy = -torch.linalg.vecdot(q_tilde, log_p)
     if config.kind == "ce":
-        return cross_entropy, acceptance
-    entropy = -(q_tilde * log_q.log_softmax(-1)).sum(-1)
-    total_variation = 1 - least.exp().sum(-1)
+        return RowLosses(cross_entropy, acceptance, p.sub_(q_tilde))
+    entropy = -torch.linalg.vecdot(q_tilde, teacher.rows("log_q") - log_mass)
     weight = torch.exp(-config.eta * acceptance)
-    return weight * (cross_entropy - entropy) + (1 - weight) * total_variation, acceptance
+    loss = weight * (cross_entropy - entropy) + (1 - weight) * (1 - acceptance)
+    below = torch.where(p < q, p, 0)
+    to_variation = p * below.sum(-1, keepdim=True) - below
+    weight = weight[:, None]
+    return RowLosses(loss, acceptance, weight * (p - q_tilde) + (1 - weight) * to_variation)
 
 
 def unrolled_loss(
@@ -106,95 +126,111 @@ def unrolled_loss(
 ) -> Loss:
     """Weighted sum of the losses of every supervised (t, s), and metrics per step.
 
-    The verifier's logits at a position serve every step that is taught there, so the work is cut
-    into chunks of positions and each chunk holds all its steps.
-
     Args:
         hidden: S tensors [B, T, H'].
         weights: [S].
     """
     from headstart.models.drafter import Loss, supervised
 
-    width = batch["input_ids"].shape[1]
     slots = [supervised(batch, s).flatten().nonzero()[:, 0] for s in range(len(hidden))]
-    taught = [slot + 1 + s for s, slot in enumerate(slots)]  # flat positions of the teachers
-    positions = torch.cat(taught).unique()
-    device = batch["input_ids"].device
-    sums = torch.zeros(len(hidden), len(METRICS), device=device)
-    value = torch.zeros((), device=device) + sum(h.sum() * 0 for h in hidden)  # every rank has it
-    if not len(positions):  # data parallelism waits for every weight's gradient on every rank
-        value = value + drafter.logits(hidden[0][:1, :1]).sum() * 0
-    flat_hidden = [h.flatten(0, 1) for h in hidden]
-    last_hidden = batch["last_hidden"].flatten(0, 1)
-    input_ids = batch["input_ids"].flatten()
-    assert width * len(batch["input_ids"]) == len(input_ids)
-    chunks = positions.split(drafter.loss.chunk_positions) if len(positions) else ()
-    for chunk in chunks:
-        rows, index, steps = [], [], []
-        for s, (slot, at) in enumerate(zip(slots, taught, strict=True)):
-            begin, end = torch.searchsorted(
-                at, chunk[[0, -1]] + torch.tensor([0, 1], device=device)
-            )
-            rows.append(flat_hidden[s][slot[begin:end]])
-            index.append(torch.searchsorted(chunk, at[begin:end]))
-            steps.append(torch.full_like(at[begin:end], s))
-        arguments = (
-            torch.cat(rows),
-            last_hidden[chunk],
-            torch.cat(index),
-            torch.cat(steps),
-            input_ids[chunk + 1],
-            weights,
-            drafter,
-        )
-        if len(chunks) > 1 and torch.is_grad_enabled():
-            part, part_sums = checkpoint(_chunk_loss, *arguments, use_reentrant=False)
-        else:
-            part, part_sums = _chunk_loss(*arguments)
-        value = value + part
-        sums = sums + part_sums
+    weighted = [w for w in drafter.parameters() if w.requires_grad]
+    value, sums = _FusedLoss.apply(drafter, batch, slots, weights, len(hidden), *hidden, *weighted)
     metrics = {}
     for s, slot in enumerate(slots):
-        count = torch.tensor(float(len(slot)), device=device)
+        count = torch.tensor(float(len(slot)), device=sums.device)
         for column, name in enumerate(METRICS):
-            metrics[f"{name}/{s}"] = (sums[s, column].detach(), count)
+            metrics[f"{name}/{s}"] = (sums[s, column], count)
     return Loss(value, metrics)
 
 
-def _chunk_loss(
-    rows: Tensor,
-    last_hidden: Tensor,
-    index: Tensor,
-    steps: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    drafter: TrainableDrafter,
-) -> tuple[Tensor, Tensor]:
-    """Weighted loss (scalar) and metric sums [S, metrics] of one chunk.
+class _FusedLoss(torch.autograd.Function):
+    """The loss, with its gradients computed on the way.
 
-    Args:
-        rows: [n, H'] drafter's hidden states, of several steps.
-        last_hidden: [m, H] the verifier's at the chunk's positions.
-        index, steps: [n] the position (in the chunk) that teaches a row, and the row's step.
-        targets: [m] the token after each position.
+    Autograd would keep every chunk's logits until backward, or make them twice. Here a chunk's
+    gradients with respect to hidden states and weights are taken while its logits are at hand.
     """
-    with torch.no_grad():
-        teacher = Teacher(drafter.verifier.logits(last_hidden), drafter.draft_ids)
-    teacher = teacher.rows(index)
-    targets = targets[index]
-    logits = drafter.logits(rows)
-    columns = _columns(targets, drafter.draft_ids)
-    loss, acceptance = row_losses(drafter.loss, teacher, logits, columns)
-    with torch.no_grad():
-        best = logits.argmax(-1)
-        if drafter.draft_ids is not None:
-            best = drafter.draft_ids[best]
-        outside = columns < 0  # such a token can only be rejected
-        accurate = (best == teacher.best) & ~outside
-        table = torch.stack([loss.detach(), accurate.float(), acceptance, outside.float()], dim=1)
-        sums = torch.zeros(len(weights), len(METRICS), device=table.device)
-        sums.index_add_(0, steps, table)
-    return (loss * weights[steps]).sum(), sums
+
+    @staticmethod
+    def forward(ctx, drafter, batch, slots, weights, num_steps, *tensors):
+        hidden, parameters = tensors[:num_steps], tensors[num_steps:]
+        if not any(ctx.needs_input_grad):
+            parameters = ()
+        value, sums, gradients = _chunked(drafter, batch, slots, weights, hidden, parameters)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(sums)
+        return value, sums
+
+    @staticmethod
+    def backward(ctx, grad_value, _):
+        gradients = (gradient * grad_value for gradient in ctx.saved_tensors)
+        return None, None, None, None, None, *gradients
+
+
+def _chunked(
+    drafter: TrainableDrafter,
+    batch: Batch,
+    slots: list[Tensor],
+    weights: Tensor,
+    hidden: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Value, metric sums [S, metrics], gradients of `hidden` and `parameters`.
+
+    The verifier's logits at a position serve every step that is taught there, so the work is cut
+    into chunks of positions, and a chunk holds all its steps.
+    """
+    taught = [slot + 1 + s for s, slot in enumerate(slots)]  # flat positions of the teachers
+    positions = torch.cat(taught).unique()
+    last_hidden, input_ids = batch["last_hidden"].flatten(0, 1), batch["input_ids"].flatten()
+    sums = weights.new_zeros(len(hidden), len(METRICS))
+    value = weights.new_zeros(())
+    flat = [h.detach().flatten(0, 1) for h in hidden]
+    flat_gradients = [torch.zeros_like(h) for h in flat]
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    for chunk in positions.split(drafter.loss.chunk_positions):
+        if not len(chunk):
+            continue
+        reach = chunk[[0, -1]] + chunk.new_tensor([0, 1])
+        bounds = [torch.searchsorted(at, reach).tolist() for at in taught]
+        here = [slot[begin:end] for slot, (begin, end) in zip(slots, bounds, strict=True)]
+        where = torch.cat([at[begin:end] for at, (begin, end) in zip(taught, bounds, strict=True)])
+        counts = [len(slot) for slot in here]
+        steps = torch.arange(len(hidden), device=chunk.device).repeat_interleave(
+            torch.tensor(counts, device=chunk.device)
+        )
+        rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)]).requires_grad_()
+        teacher_logits = drafter.verifier.logits(last_hidden[chunk])
+        teacher = Teacher(teacher_logits, drafter.draft_ids, torch.searchsorted(chunk, where))
+        columns = _columns(input_ids[where + 1], drafter.draft_ids)
+        with torch.set_grad_enabled(bool(parameters)):
+            logits = drafter.logits(rows)
+        found = row_losses(drafter.loss, teacher, logits.detach(), columns)
+        value += (found.loss * weights[steps]).sum()
+        sums.index_add_(0, steps, _measure(drafter, teacher, logits.detach(), columns, found))
+        if parameters:
+            gradient = (found.gradient * weights[steps, None]).to(logits.dtype)
+            to_rows, *to_parameters = torch.autograd.grad(
+                logits, [rows, *parameters], gradient, allow_unused=True
+            )
+            for f, slot, part in zip(flat_gradients, here, to_rows.split(counts), strict=True):
+                f[slot] = part
+            for total, part in zip(gradients, to_parameters, strict=True):
+                if part is not None:
+                    total += part
+    shaped = [f.view_as(h) for f, h in zip(flat_gradients, hidden, strict=True)]
+    return value, sums, [*shaped, *gradients]
+
+
+def _measure(
+    drafter: TrainableDrafter, teacher: Teacher, logits: Tensor, columns: Tensor, found: RowLosses
+) -> Tensor:
+    """[n, metrics]; a token outside the draft vocabulary can only be rejected."""
+    best = logits.argmax(-1)
+    if drafter.draft_ids is not None:
+        best = drafter.draft_ids[best]
+    outside = columns < 0
+    accurate = (best == teacher.rows("best")) & ~outside
+    return torch.stack([found.loss, accurate.float(), found.acceptance, outside.float()], dim=1)
 
 
 def _columns(targets: Tensor, draft_ids: Tensor | None) -> Tensor:

@@ -173,13 +173,14 @@ def test_no_more_logits_than_one_chunks_are_made(monkeypatch):
     logits = VERIFIER.logits
     monkeypatch.setattr(VERIFIER, "logits", lambda h: (sizes.append(len(h)), logits(h))[1])
     run(StandIn(LossConfig(chunk_positions=4), None), batch(), WEIGHTS)
-    assert max(sizes) == 4 and len(sizes) > 4
+    assert max(sizes) == 4 < sum(sizes)
 
 
 def far_apart() -> tuple[Tensor, Tensor]:
     """Logits whose best tokens have log-probabilities near −200 under the other law."""
     q, p = torch.zeros(1, 8), torch.zeros(1, 8)
     q[0, 0], p[0, 1] = 200.0, 200.0
+    p[0, 2:] = torch.linspace(-1, 1, 6)  # no ties: there a minimum has no one gradient
     return q, p
 
 
@@ -190,8 +191,7 @@ def test_lk_is_finite_where_naive_arithmetic_is_not():
     assert naive.isinf()
     (naive_gradient,) = torch.autograd.grad(naive.sum(), p)
     assert not naive_gradient.isfinite().all()
-    loss, _ = row_losses(LossConfig("lk"), Teacher(q, None), p, torch.tensor([0]))
-    (gradient,) = torch.autograd.grad(loss.sum(), p)
+    loss, _, gradient = row_losses(LossConfig("lk"), Teacher(q, None), p, torch.tensor([0]))
     p64 = p.detach().double().requires_grad_()
     overlap = torch.minimum(q.double().softmax(-1), p64.softmax(-1)).sum(-1)
     (exact,) = torch.autograd.grad(-overlap.log().sum(), p64)
@@ -202,10 +202,8 @@ def test_lk_is_finite_where_naive_arithmetic_is_not():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_finite_on_laws_that_hardly_overlap(kind):
     q, p = far_apart()
-    p.requires_grad_()
-    loss, acceptance = row_losses(LossConfig(kind), Teacher(q, None), p, torch.tensor([0]))
-    loss.sum().backward()
-    assert loss.isfinite().all() and p.grad.isfinite().all() and acceptance.isfinite().all()
+    for tensor in row_losses(LossConfig(kind), Teacher(q, None), p, torch.tensor([0])):
+        assert tensor.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,8 +221,9 @@ def test_a_verifier_sure_of_a_token_outside_of_the_vocabulary_gives_no_nan(kind)
 def test_forward_kl_has_the_gradient_of_ce():
     """So `ce` need not subtract the teacher's entropy."""
     q, p = torch.randn(5, 64), torch.randn(5, len(DRAFT_IDS), requires_grad=True)
-    loss, _ = row_losses(LossConfig("ce"), Teacher(q, DRAFT_IDS), p, torch.zeros(5).long())
-    (gradient,) = torch.autograd.grad(loss.sum(), p)
+    loss, _, gradient = row_losses(
+        LossConfig("ce"), Teacher(q, DRAFT_IDS), p, torch.zeros(5).long()
+    )
     q_tilde = q[:, DRAFT_IDS].softmax(-1)
     kl = (q_tilde * (q_tilde.log() - p.log_softmax(-1))).sum(-1)
     close(gradient, torch.autograd.grad(kl.sum(), p)[0], 1e-6)
@@ -270,7 +269,8 @@ def test_outside_of_the_vocabulary_is_a_rejection_in_every_metric():
     given["last_hidden"] = VERIFIER.head.weight[0] * torch.ones(2, 16, 1)
     best = VERIFIER.logits(given["last_hidden"]).argmax(-1)
     assert (best == 0).all()  # id 0 is the first column, and the drafter's argmax
-    loss = drafter(given, WEIGHTS)
+    with torch.no_grad():
+        loss = drafter(given, WEIGHTS)
     slots = supervised_slots(given)
     for s in range(STEPS):
         targets = [inside[b, t + 2 + s] for b, t, step in slots if step == s]
