@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 import torch
 from safetensors import safe_open
-from tiny_run import VERIFIER, losses, train
+from tiny_run import VERIFIER, losses, measured, train
 
 from headstart.models import drafter as drafters
 from headstart.train import checkpoint
@@ -20,7 +20,7 @@ from headstart.train.checkpoint import Checkpoints, random_state, restore_random
 def measures(*taus: float | None) -> Callable[[], dict[str, Any]]:
     """A validation whose τ takes these values in turn."""
     values = iter(taus)
-    return lambda: {"acceptance_length": {"value": next(values)}, "conditional": []}
+    return lambda: measured(next(values))
 
 
 def names(output_dir: Path) -> list[str]:

@@ -13,6 +13,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 
+from headstart.eval.measures import Counts, summarise
 from headstart.models import drafter as drafters
 from headstart.models.drafter import Batch
 from headstart.models.eagle3 import Eagle3, Eagle3Config
@@ -22,7 +23,17 @@ from headstart.train.loop import TrainingConfig, fit, launch
 from headstart.train.tracking import Tracker, TrackingConfig
 
 torch.set_num_threads(1)  # of a tiny model, more would wait for each other
-TAU = {"acceptance_length": {"value": 1.0}, "conditional": [0.0, None]}
+
+
+def measured(tau: float | None) -> dict[str, Any]:
+    """The measures of a validation whose acceptance length is `tau`; None: no round was needed."""
+    if tau is None:
+        return summarise([Counts("one", "all", 1, 0.0, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0])])
+    accepted = [4 * min(tau - 1, 1.0), 4 * max(tau - 2, 0.0)]
+    return summarise([Counts("one", "all", 10, 4.0, [4.0, 4.0], [4.0, accepted[0]], accepted)])
+
+
+TAU = measured(1.0)
 
 
 class Batches:

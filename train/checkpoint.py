@@ -203,15 +203,25 @@ def restore_random(state: dict[str, Any]) -> None:
 
 
 def model_card(recipe: dict[str, Any], state: dict[str, Any]) -> str:
-    """README.md of a checkpoint."""
-    lines = [
-        "# A drafter for speculative decoding, trained with headstart",
-        "",
-        f"- verifier: `{recipe.get('verifier')}`",
-        f"- trained for {state['step']} optimizer steps, {state['tokens']} tokens",
+    """README.md of a checkpoint: what it is for, what it learned from, what it reached, its use."""
+    verifier, data = recipe.get("verifier"), recipe.get("data", {})
+    parts = [
+        f"# A drafter for `{verifier}`",
+        f"Made by headstart for speculative decoding: trained for {state['step']} optimizer steps, "
+        f"{state['tokens']:,} tokens, on `{data.get('train')}`. The settings are in `recipe.yaml`. "
+        "It drafts for this verifier alone; the fingerprint in `config.json` tells.",
     ]
-    validation = state["validation"]
-    if validation is not None:
-        tau = acceptance_length(validation)
-        lines.append(f"- replayed acceptance length: {tau:.3f} (step {validation['step']})")
-    return "\n".join([*lines, "", "The recipe is in `recipe.yaml`.", ""])
+    measured = state["validation"]
+    if measured is not None:
+        joint = ", ".join(f"{value:.3f}" for value in measured["joint"] if value is not None)
+        parts += [
+            f"Replayed greedily over {measured['prompts']} prompts of `{data.get('eval')}`, chain "
+            f"of {len(measured['joint'])} drafts, at step {measured['step']}:",
+            "| measure | value |\n|---|---|\n"
+            f"| acceptance length τ | {acceptance_length(measured):.3f} |\n"
+            f"| acceptance rate α | {measured['acceptance_rate']['value'] or 0:.3f} |\n"
+            f"| joint acceptance by position | {joint} |",
+        ]
+    config = '{"method": "eagle3", "model": "THIS-FOLDER", "num_speculative_tokens": 2}'
+    parts += ["Serve it:", f"    vllm serve {verifier} --speculative-config '{config}'"]
+    return "\n\n".join(parts) + "\n"
