@@ -112,7 +112,7 @@ class Loader:
         world_size: int = 1,
         shuffle: bool = True,
     ):
-        if batch_tokens < max_length:
+        if packed and batch_tokens < max_length:
             raise ValueError(
                 f"batch_tokens = {batch_tokens} cannot hold a row of max_length = {max_length} "
                 "tokens; raise the one or lower the other"

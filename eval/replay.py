@@ -35,30 +35,29 @@ def acceptance_table(
     rows, width = ids.shape
     table = torch.zeros(rows, width, draft_length, dtype=torch.double, device=ids.device)
     draft_ids = drafter.draft_ids
+    q = torch.ones(rows, width, dtype=torch.double, device=ids.device)  # of each answer token
+    if drafting.sampled and not sampling.greedy:
+        for part in (turns[:, 1:] > 0).nonzero().split(_CHUNK):
+            row, slot = part.T
+            teacher = drafter.verifier.logits(batch["last_hidden"][row, slot])
+            q[row, slot + 1] = sampling.prob(teacher, ids[row, slot + 1])
     for s, hidden in enumerate(drafter.unroll(batch, draft_length)):
         if width <= s + 2:
             break
-        where = (turns[:, s + 2 :] > 0).nonzero()
-        for part in where.split(_CHUNK):
+        for part in (turns[:, s + 2 :] > 0).nonzero().split(_CHUNK):
             row, slot = part.T
             token = ids[row, slot + s + 2]
             logits = drafter.logits(hidden[row, slot]).float()
-            if not drafting.sampled:
-                best = logits.argmax(-1)
-                accepted = (best if draft_ids is None else draft_ids[best]) == token
+            column, inside = token, torch.ones_like(token, dtype=torch.bool)
+            if draft_ids is not None:
+                column = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
+                inside = draft_ids[column] == token
+            if drafting.sampled:
+                p = drafting.sampling.prob(logits, column)
+                accepted = (p / q[row, slot + s + 2].clamp(min=1e-30)).clamp(max=1)
             else:
-                p = drafting.sampling.probs(logits)
-                if draft_ids is None:
-                    p = p.gather(-1, token[:, None])[:, 0]
-                else:
-                    at = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
-                    p = p.gather(-1, at[:, None])[:, 0] * (draft_ids[at] == token)
-                accepted = p.double()
-                if not sampling.greedy:
-                    teacher = drafter.verifier.logits(batch["last_hidden"][row, slot + s + 1])
-                    q = sampling.probs(teacher).gather(-1, token[:, None])[:, 0]
-                    accepted = (accepted / q.double().clamp(min=1e-30)).clamp(max=1)
-            table[row, slot, s] = accepted.double()
+                accepted = (logits.argmax(-1) == column).double()
+            table[row, slot, s] = accepted * inside
     return table
 
 

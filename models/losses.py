@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from headstart.models.drafter import Batch, Loss, TrainableDrafter
 
-METRICS = ("loss", "accuracy", "expected_acceptance", "outside_vocabulary")
+METRICS = ("loss", "accuracy", "outside_vocabulary")  # accuracy: the best draft is the token
 
 
 @dataclass
@@ -54,16 +54,27 @@ class LossConfig:
 class Teacher:
     """What the losses need of the verifier's logits at m positions, for n rows taught there."""
 
-    def __init__(self, logits: Tensor, draft_ids: Tensor | None, index: Tensor | None = None):
-        """`logits [m, V]`; row i is taught at position `index[i]`, [n], or at i."""
-        logits = logits.float()
+    def __init__(self, log_q: Tensor, index: Tensor | None = None):
+        """`log_q [m, V']`, not renormalised on V'; row i is taught at `index[i]` ([n]), or at i."""
         self.index = index
-        self.best = logits.argmax(-1)  # [m]
-        log_total = logits.logsumexp(-1, keepdim=True)
-        logits = logits if draft_ids is None else logits[:, draft_ids]
-        self.log_q = logits - log_total  # [m, V'], not renormalised on V'
-        self.log_mass = self.log_q.logsumexp(-1, keepdim=True)  # [m, 1], what V' holds of q
-        self.q_tilde = (self.log_q - self.log_mass).exp()  # [m, V']; the mass may underflow
+        self.log_q = log_q
+        self.log_mass = log_q.logsumexp(-1, keepdim=True)  # [m, 1], what V' holds of q
+        self.q_tilde = (log_q - self.log_mass).exp()  # [m, V']; the mass itself may underflow
+
+    @classmethod
+    def of(
+        cls, drafter: TrainableDrafter, last_hidden: Tensor, index: Tensor | None = None
+    ) -> Teacher:
+        """Of the verifier's `last_hidden [m, H]`.
+
+        q̃ needs no logits outside V', so only `lk` and `lk_hybrid`, whose q is not renormalised, pay
+        for all of them; else `log_q` is log q̃.
+        """
+        verifier, draft_ids = drafter.verifier, drafter.draft_ids
+        if drafter.loss.kind not in ("lk", "lk_hybrid"):
+            return cls(verifier.logits(last_hidden, draft_ids).float().log_softmax(-1), index)
+        log_q = verifier.logits(last_hidden).float().log_softmax(-1)
+        return cls(log_q if draft_ids is None else log_q[:, draft_ids], index)
 
     def rows(self, name: str) -> Tensor:
         """One of the tensors, row by row: [n, …]."""
@@ -75,7 +86,6 @@ class RowLosses(NamedTuple):
     """Losses of n rows of logits, and their gradient."""
 
     loss: Tensor  # [n]
-    acceptance: Tensor  # [n], Σ_v min(q, p)
     gradient: Tensor  # [n, V'], of each loss with respect to its row of logits
 
 
@@ -93,32 +103,28 @@ def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Te
     """
     log_p = logits.float().log_softmax(-1)
     p = log_p.exp()
-    q_tilde, log_mass = teacher.rows("q_tilde"), teacher.rows("log_mass")
-    q = q_tilde * log_mass.exp()
-    acceptance = torch.minimum(q, p).sum(-1)
     if config.kind == "hard_ce":
         inside = (columns >= 0).float()[:, None]
         picked = columns.clamp(min=0)[:, None]
         loss = -(log_p.gather(-1, picked) * inside)[:, 0]
-        gradient = (p * inside).scatter_add_(-1, picked, -inside)
-        return RowLosses(loss, acceptance, gradient)
-    if config.kind == "lk":
-        # in logarithms: acceptance may be far too small for float32
-        log_q = teacher.rows("log_q")
-        log_acceptance = torch.minimum(log_q, log_p).logsumexp(-1, keepdim=True)
-        below = torch.where(log_p < log_q, (log_p - log_acceptance).exp(), 0)
-        gradient = p * below.sum(-1, keepdim=True) - below
-        return RowLosses(-log_acceptance[:, 0], acceptance, gradient)
-    cross_entropy = -torch.linalg.vecdot(q_tilde, log_p)
+        return RowLosses(loss, (p * inside).scatter_add_(-1, picked, -inside))
     if config.kind == "ce":
-        return RowLosses(cross_entropy, acceptance, p.sub_(q_tilde))
-    entropy = -torch.linalg.vecdot(q_tilde, teacher.rows("log_q") - log_mass)
+        q_tilde = teacher.rows("q_tilde")
+        return RowLosses(-torch.linalg.vecdot(q_tilde, log_p), p.sub_(q_tilde))
+    log_q = teacher.rows("log_q")
+    # in logarithms: the acceptance may be far too small for float32
+    log_acceptance = torch.minimum(log_q, log_p).logsumexp(-1, keepdim=True)
+    below = torch.where(log_p < log_q, (log_p - log_acceptance).exp(), 0)
+    to_acceptance = p * below.sum(-1, keepdim=True) - below  # gradient of −log acceptance
+    if config.kind == "lk":
+        return RowLosses(-log_acceptance[:, 0], to_acceptance)
+    q_tilde = teacher.rows("q_tilde")
+    divergence = torch.linalg.vecdot(q_tilde, log_q - teacher.rows("log_mass") - log_p)
+    acceptance = log_acceptance.exp()
     weight = torch.exp(-config.eta * acceptance)
-    loss = weight * (cross_entropy - entropy) + (1 - weight) * (1 - acceptance)
-    below = torch.where(p < q, p, 0)
-    to_variation = p * below.sum(-1, keepdim=True) - below
-    weight = weight[:, None]
-    return RowLosses(loss, acceptance, weight * (p - q_tilde) + (1 - weight) * to_variation)
+    loss = weight[:, 0] * divergence + (1 - weight[:, 0]) * (1 - acceptance[:, 0])
+    gradient = weight * (p - q_tilde) + (1 - weight) * acceptance * to_acceptance
+    return RowLosses(loss, gradient)
 
 
 def unrolled_loss(
@@ -156,14 +162,15 @@ class _FusedLoss(torch.autograd.Function):
         if not any(ctx.needs_input_grad):
             parameters = ()
         value, sums, gradients = _chunked(drafter, batch, slots, weights, hidden, parameters)
-        ctx.save_for_backward(*gradients)
+        ctx.gradients = gradients
         ctx.mark_non_differentiable(sums)
         return value, sums
 
     @staticmethod
     def backward(ctx, grad_value, _):
-        gradients = (gradient * grad_value for gradient in ctx.saved_tensors)
-        return None, None, None, None, None, *gradients
+        gradients, ctx.gradients = ctx.gradients, None  # backward runs once: in place
+        scaled = (None if g is None else g.mul_(grad_value) for g in gradients)
+        return None, None, None, None, None, *scaled
 
 
 def _chunked(
@@ -186,7 +193,7 @@ def _chunked(
     value = weights.new_zeros(())
     flat = [h.detach().flatten(0, 1) for h in hidden]
     flat_gradients = [torch.zeros_like(h) for h in flat]
-    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    gradients: list[Tensor | None] = [None] * len(parameters)
     for chunk in positions.split(drafter.loss.chunk_positions):
         if not len(chunk):
             continue
@@ -199,14 +206,15 @@ def _chunked(
             torch.tensor(counts, device=chunk.device)
         )
         rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)]).requires_grad_()
-        teacher_logits = drafter.verifier.logits(last_hidden[chunk])
-        teacher = Teacher(teacher_logits, drafter.draft_ids, torch.searchsorted(chunk, where))
+        teacher = Teacher.of(drafter, last_hidden[chunk], torch.searchsorted(chunk, where))
         columns = _columns(input_ids[where + 1], drafter.draft_ids)
         with torch.set_grad_enabled(bool(parameters)):
             logits = drafter.logits(rows)
         found = row_losses(drafter.loss, teacher, logits.detach(), columns)
         value += (found.loss * weights[steps]).sum()
-        sums.index_add_(0, steps, _measure(drafter, teacher, logits.detach(), columns, found))
+        accurate = logits.detach().argmax(-1) == columns  # a token outside V' can only be rejected
+        table = torch.stack([found.loss, accurate.float(), (columns < 0).float()], dim=1)
+        sums.index_add_(0, steps, table)
         if parameters:
             gradient = (found.gradient * weights[steps, None]).to(logits.dtype)
             to_rows, *to_parameters = torch.autograd.grad(
@@ -214,23 +222,12 @@ def _chunked(
             )
             for f, slot, part in zip(flat_gradients, here, to_rows.split(counts), strict=True):
                 f[slot] = part
-            for total, part in zip(gradients, to_parameters, strict=True):
-                if part is not None:
-                    total += part
+            for i, part in enumerate(to_parameters):
+                gradients[i] = part if gradients[i] is None else gradients[i].add_(part)
+    if not len(positions):  # data parallelism waits for every weight's gradient on every rank
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
     shaped = [f.view_as(h) for f, h in zip(flat_gradients, hidden, strict=True)]
     return value, sums, [*shaped, *gradients]
-
-
-def _measure(
-    drafter: TrainableDrafter, teacher: Teacher, logits: Tensor, columns: Tensor, found: RowLosses
-) -> Tensor:
-    """[n, metrics]; a token outside the draft vocabulary can only be rejected."""
-    best = logits.argmax(-1)
-    if drafter.draft_ids is not None:
-        best = drafter.draft_ids[best]
-    outside = columns < 0
-    accurate = (best == teacher.rows("best")) & ~outside
-    return torch.stack([found.loss, accurate.float(), found.acceptance, outside.float()], dim=1)
 
 
 def _columns(targets: Tensor, draft_ids: Tensor | None) -> Tensor:

@@ -51,6 +51,14 @@ class Sampling:
         probs = logits.softmax(-1)
         return self._nucleus(probs) if self.top_p < 1 else probs
 
+    def prob(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """`probs(logits)` at `tokens` alone: `[..., V]`, `[...]` -> double `[...]`."""
+        if self.greedy or self.top_k or self.top_p < 1:
+            return self.probs(logits).gather(-1, tokens[..., None])[..., 0].double()
+        logits = logits.float() / self.temperature
+        chosen = logits.gather(-1, tokens[..., None])[..., 0]
+        return (chosen.double() - logits.logsumexp(-1).double()).exp()
+
     def _nucleus(self, probs: Tensor) -> Tensor:
         # a nucleus is mostly small: sorting the whole vocabulary would cost more than all the rest
         width = probs.shape[-1]

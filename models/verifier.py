@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from headstart.models import embedded
 from headstart.models.cache import RaggedCache, visible
@@ -70,6 +72,7 @@ class Verifier:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"verifier dtype {dtype!r} is not supported; use float32 or bfloat16")
         path = embedded.folder(name) if name.startswith("embedded/") else name
+        disable_progress_bar()  # one for a load of seconds, in between our own lines
         try:
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -237,9 +240,18 @@ class Verifier:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
 
-    def logits(self, last_hidden: Tensor) -> Tensor:
-        """The model's own logits of `last_hidden [..., H]`: `[..., V]`, capping and scaling in."""
-        logits = self.head(last_hidden)
+    def logits(self, last_hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The model's own logits of `last_hidden [..., H]`: `[..., V]`, capping and scaling in.
+
+        With `ids [V']`, only of these tokens: `[..., V']`.
+        """
+        if ids is None:
+            logits = self.head(last_hidden)
+        else:
+            bias = self.head.bias
+            logits = functional.linear(
+                last_hidden, self.head.weight[ids], None if bias is None else bias[ids]
+            )
         config = self.config
         if getattr(config, "logits_scaling", None):  # Granite divides
             logits = logits / config.logits_scaling

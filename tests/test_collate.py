@@ -238,6 +238,12 @@ def test_a_batch_that_cannot_hold_a_row_is_an_error(rows):
         Loader(rows, 30, 40)
 
 
+def test_a_padded_row_longer_than_a_batch_is_a_batch_of_its_own():
+    few = rows_of([35, 5, 5])
+    batches = [tuple(b["input_ids"].shape) for b in Loader(few, 20, 40, packed=False)]
+    assert sorted(batches) == [(1, 35), (2, 5)]
+
+
 # ---- the verifier's states -------------------------------------------------------------------
 
 LAYERS = (1, 4, 7)

@@ -216,7 +216,11 @@ def fit(
     share = drafter.loss.step_weights().double()
     trained = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        trained,
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
     model, optimizer = accelerator.prepare(drafter.train(), optimizer)
     total_steps = settings.max_steps
