@@ -76,7 +76,7 @@ class Acceptance:
     """Longest decoded answer."""
     max_length: int = 1024
     """Longest conversation replayed, in tokens."""
-    batch_size: int = 4
+    batch_size: int = 8
     """Prompts decoded together (not while timing)."""
     seed: int = 0
     dtype: str = "float32"

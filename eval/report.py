@@ -215,6 +215,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].set_xticks(range(1, len(runs[0]["replay"]["all"]["conditional"]) + 1))
     axes[1].set(title=f"τ by category (replay, K = {runs[0]['settings']['draft_length']})")
     axes[1].set_ylim(bottom=1)
+    axes[1].margins(y=0.25)  # room for the legend
     axes[0].legend()
     axes[1].legend()
     if speed:
@@ -238,7 +239,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes[2].set_xticks(range(len(names)), names, rotation=40, ha="right")
         axes[2].axhline(1, color="grey", linewidth=0.8)
         axes[2].set(title="speedup, batch 1 (measured)")
-        axes[2].legend()
+        axes[2].margins(y=0.25)
+        axes[2].legend(ncols=len(speed))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -354,3 +354,23 @@ def test_autocast_is_used_when_asked_for():
 
 def test_available_memory_is_a_plausible_number_of_bytes():
     assert 1e7 < collate_file.available_memory() < 1e14
+
+
+def test_groups_give_the_same_states_whichever_document_comes_first(rows):
+    verifier = tiny.verifier()
+    documents = [row.input_ids for row in rows]
+    total = sum(map(len, documents))
+
+    def states(order: list[int]) -> dict[int, torch.Tensor]:
+        run = Featurizer(
+            verifier, LAYERS, keep=True, num_tokens=total, documents=documents, verbose=False
+        )
+        return {i: run(collate([rows[i]], 1000, packed=False))["features"][0] for i in order}
+
+    some = list(range(len(rows)))
+    forward, backward = states(some), states(some[::-1])
+    online = Featurizer(verifier, LAYERS)
+    for i in some:
+        assert torch.equal(forward[i], backward[i])  # so a resumed run sees what it saw before
+        alone = online(collate([rows[i]], 1000, packed=False))["features"][0]
+        torch.testing.assert_close(forward[i], alone, rtol=1e-4, atol=1e-4)

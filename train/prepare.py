@@ -145,12 +145,14 @@ def make_featurizer(
     config: DataConfig, data: Data, drafter: TrainableDrafter, accelerator: Accelerator
 ) -> Featurizer:
     """Adds the verifier's states, kept over epochs if the recipe says so."""
-    num_tokens = sum(len(row.input_ids) for row in data.train + data.eval)
+    documents = [row.input_ids for row in data.train + data.eval]
+    num_tokens = sum(map(len, documents))
     return Featurizer(
         drafter.verifier,
         drafter.feature_layers,
         keep=config.keep_states,
         num_tokens=-(-num_tokens // accelerator.num_processes),
+        documents=documents if accelerator.num_processes == 1 else (),
         verbose=accelerator.is_main_process,
     )
 
