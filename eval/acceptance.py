@@ -7,10 +7,8 @@ that the text is the verifier's own, measures the speed of the same loop with an
 and writes report.json, report.md and acceptance.png.
 """
 
-import json
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,11 +220,12 @@ def decoded_row(decoded: Decoded) -> Row:
     )
 
 
-def measure_run(
-    drafter: TrainableDrafter, run: RunSettings, settings: Acceptance
-) -> tuple[dict[str, Any], list[Decoded]]:
-    """One entry of the report's `runs`, and everything decoded for it."""
-    verifier = drafter.verifier
+def read_rows(verifier: Verifier, run: RunSettings, settings: Acceptance) -> list[Row]:
+    """The run's conversations, rendered.
+
+    Raises:
+        ValueError: data that cannot be read, or answers written at another temperature.
+    """
     rows, _ = render.render_all(
         run.data, verifier.tokenizer, verifier.terminator_ids, settings.max_length
     )
@@ -236,6 +235,14 @@ def measure_run(
                 f"{run.data}: {row.id} was answered at temperature {row.temperature}, the run has "
                 f"{run.temperature}; replay needs answers written at its own temperature"
             )
+    return rows
+
+
+def measure_run(
+    drafter: TrainableDrafter, run: RunSettings, rows: list[Row], settings: Acceptance
+) -> tuple[dict[str, Any], list[Decoded]]:
+    """One entry of the report's `runs`, and everything decoded for it."""
+    verifier = drafter.verifier
     everything, seconds = replay_rows(drafter, rows, run, settings)
     chosen = pick(rows, settings.decode_prompts)
     plain = [0] if run.temperature == 0 else []
@@ -325,8 +332,8 @@ def speed(timed: list[Decoded], lengths: tuple[int, ...]) -> list[dict[str, Any]
             {
                 "draft_length": length,
                 "measured": float(without.sum() / seconds.sum()),
-                "low": float(resampled.quantile(0.025)),
-                "high": float(resampled.quantile(0.975)),
+                "low": float(resampled.quantile(0.025)) if len(drafted) > 1 else None,
+                "high": float(resampled.quantile(0.975)) if len(drafted) > 1 else None,
                 "median": float((without / seconds).median()),
                 "predicted": predicted_speedup(alpha, length, cost_ratio, overhead),
                 "cost_ratio": cost_ratio,
@@ -346,14 +353,16 @@ def speed(timed: list[Decoded], lengths: tuple[int, ...]) -> list[dict[str, Any]
 
 def run(settings: Acceptance) -> None:
     """Measure, print, and write the report."""
+    out = report.folder(settings.out)  # before anything is measured that could not be written
     config = drafters.read_config(settings.drafter)
     name = settings.verifier or config["headstart"]["verifier"]
     verifier = Verifier.load(name, settings.dtype, settings.device)
     drafter = drafters.load(settings.drafter, verifier, settings.allow_verifier).eval()
+    rows = [read_rows(verifier, one, settings) for one in settings.runs]
     began = time.monotonic()
     runs, timed = [], []
-    for one in settings.runs:
-        entry, decoded = measure_run(drafter, one, settings)
+    for one, read in zip(settings.runs, rows, strict=True):
+        entry, decoded = measure_run(drafter, one, read, settings)
         runs.append(entry)
         timed += decoded
         report.print_run(entry)
@@ -371,11 +380,7 @@ def run(settings: Acceptance) -> None:
         "provenance": report.provenance(settings, time.monotonic() - began),
     }
     report.print_speed(result["speed"])
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(result, indent=1) + "\n")
-    report.write_markdown(result, out / "report.md")
-    report.plot(result, out / "acceptance.png")
+    report.write(result, out)
     print(f"wrote {out}/report.json, report.md, acceptance.png")
 
 

@@ -1,6 +1,8 @@
 """How a report is shown: tables on the terminal and in Markdown, and a picture."""
 
 import importlib.metadata
+import json
+import os
 import platform
 import shlex
 import subprocess
@@ -42,6 +44,41 @@ def commit() -> str | None:
     return found.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def folder(path: str) -> Path:
+    """The folder of a report, which need not exist yet.
+
+    Raises:
+        ValueError: it could not be written to.
+    """
+    out = Path(path)
+    existing = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(
+            f"out: {path!r} cannot be a folder to write to, because of {existing}; pass another"
+        )
+    return out
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """report.json, report.md and acceptance.png; an earlier report.json is replaced whole.
+
+    Raises:
+        ValueError: the disk is full or the folder gone.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        temporary = out / ".report.json.partial"
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        temporary.replace(out / "report.json")
+        write_markdown(result, out / "report.md")
+        plot(result, out / "acceptance.png")
+    except OSError as error:
+        raise ValueError(
+            f"out: the report cannot be written to {out} ({error.strerror}); make room or pass "
+            "another folder"
+        ) from error
+
+
 def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
@@ -79,7 +116,8 @@ def run_table(entry: dict[str, Any]) -> str:
     """One run: replay over everything by category, then decoding."""
     header = ["measured on", "prompts", "τ acceptance length", "α acceptance rate", "efficiency"]
     everything = entry["replay"]["all"]
-    named = [(f"replay, {name}", m) for name, m in everything["categories"].items()]
+    categories = everything["categories"]
+    named = [(f"replay, {name}", m) for name, m in categories.items() if len(categories) > 1]
     named.append(("replay, all", everything))
     if entry["overall"] is not None:
         named.append(("replay, decoded prompts", entry["replay"]["same_prompts"]))
@@ -134,7 +172,7 @@ def speed_table(speed: list[dict[str, Any]]) -> str:
     rows = [
         [
             str(s["draft_length"]),
-            f"{s['measured']:.2f} [{s['low']:.2f}, {s['high']:.2f}]",
+            f"{s['measured']:.2f} [{number(s['low'], 2)}, {number(s['high'], 2)}]",
             number(s["median"], 2),
             number(s["predicted"], 2),
             number(s["cost_ratio"]),
@@ -232,7 +270,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes[2].errorbar(
                 bars[0].get_x() + width / 2,
                 values[0],
-                [[max(values[0] - s["low"], 0)], [max(s["high"] - values[0], 0)]],
+                [
+                    [max(values[0] - (s["low"] or values[0]), 0)],
+                    [max((s["high"] or values[0]) - values[0], 0)],
+                ],
                 color="black",
                 capsize=2,
             )

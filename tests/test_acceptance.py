@@ -284,3 +284,21 @@ def test_text_that_differs_is_not_called_lossless(written):
     entry = json.loads(json.dumps(written[0]["runs"][0]))
     entry["lossless"] |= {"identical": 5, "different": 1}
     assert report.lossless_line(entry).startswith("NOT LOSSLESS")
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path):
+    """Nor is a full disk a traceback."""
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for out in (taken, taken / "below"):
+        with pytest.raises(ValueError, match=f"out: '{out}' cannot be a folder .* {taken}"):
+            report.folder(str(out))
+    assert taken.read_text() == "a file"
+    with pytest.raises(ValueError, match="the report cannot be written .* make room"):
+        report.write({"schema": 1}, taken / "below")
+
+
+def test_one_timed_prompt_has_no_interval():
+    row = {"draft_length": 1, "measured": 1.2, "low": None, "high": None, "median": 1.2}
+    rest = {"predicted": 1.1, "cost_ratio": 0.1, "verify_overhead": 0.1, "acceptance_length": 1.3}
+    assert "1.20 [–, –]" in report.speed_table([row | rest])
