@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from jsonargparse import auto_cli, set_parsing_settings
@@ -81,13 +81,19 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
     """The parser's complaint in plain words: which file, which field, and the way out."""
     message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message).removesuffix(".")
     message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
+    message = re.sub(
+        r": - Expected a path but .* either not accessible or invalid - ", ": ", message
+    )
+    message = re.sub(r"Problem with given class_path '[\w.]+': ", "", message)  # of a list's item
     group = re.match(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.match(r"(?:unrecognized arguments:|Option) (?:--|')?([\w.]+)", message)
     field = re.match(r"([\w.]+):", message)
-    unknown = f"{group[1]}.{group[2]}" if group else other[1] if other else ""
+    nested = re.match(r"([\w.]+): Option '([\w.]+)'", message)
+    within = group or nested
+    unknown = f"{within[1]}.{within[2]}" if within else other[1] if other else ""
     near = difflib.get_close_matches(unknown, _field_names(settings_class), n=1)
     hint = f"did you mean {near[0]!r}?" if near else "--help lists every setting"
-    given = unknown or (field[1] if field else "")
+    given = field[1] if field else unknown
     files = [file for word, file in pairwise(words) if word == "--config"]
     if files and not any(word.split("=")[0] == f"--{given}" for word in words):
         message = f"{', '.join(files)}: {message}"
@@ -97,7 +103,8 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
 def _field_names(settings_class: type, prefix: str = "") -> list[str]:
     names = []
     for name, field in getattr(settings_class, "__dataclass_fields__", {}).items():
-        names += [prefix + name, *_field_names(field.type, f"{prefix}{name}.")]
+        for kind in (field.type, *get_args(field.type)):  # list[Settings] has settings too
+            names += [prefix + name, *_field_names(kind, f"{prefix}{name}.")]
     return names
 
 

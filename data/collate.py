@@ -262,9 +262,11 @@ class Featurizer:
         self.kept: dict[bytes, list[Tensor]] = {}  # by the document's ids
         self.groups: dict[bytes, list[Tensor]] = {}  # a document's ids -> all of its group
         if self.bytes_needed <= self.room:
-            lengths = [len(document) for document in documents]
-            for group in by_length(lengths, _GROUP_TOKENS) if documents else ():
-                together = [torch.tensor(documents[i]) for i in group]
+            # each once: one that is in two groups would get its states from whichever ran last
+            unique = {d.numpy().tobytes(): d for d in map(torch.tensor, documents)}
+            different = list(unique.values())
+            for group in by_length([len(d) for d in different], _GROUP_TOKENS):
+                together = [different[i] for i in group]
                 self.groups |= {d.numpy().tobytes(): together for d in together}
         if keep and verbose:
             share = min(1.0, self.room / max(1, self.bytes_needed))

@@ -168,11 +168,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -> TrainableDrafter:
+def load(
+    folder: str | Path, verifier: Verifier, allow_verifier: bool | None = False
+) -> TrainableDrafter:
     """Read a drafter that headstart saved.
 
     Args:
-        allow_verifier: accept a verifier with another fingerprint, such as a quantised copy.
+        allow_verifier: accept a verifier with another fingerprint, such as a quantised copy;
+            None: do not, and name no such option in the message, where there is none.
 
     Raises:
         ValueError: no drafter there, one that cannot be read, or one made for another verifier.
@@ -183,10 +186,13 @@ def load(folder: str | Path, verifier: Verifier, allow_verifier: bool = False) -
     config = read_config(folder)
     made_for = config["headstart"]
     if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
+        hint = (
+            "" if allow_verifier is None else ", or --allow_verifier true for a copy of the model"
+        )
         raise ValueError(
             f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
             f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
-            "); pass its own verifier, or --allow_verifier true for a copy of the same model"
+            f"); pass its own verifier{hint}"
         )
     if made_for["type"] not in classes:
         raise ValueError(

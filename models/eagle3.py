@@ -51,6 +51,16 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.init not in ("verifier", "random"):
             raise ValueError(f"drafter.init must be verifier or random, got {self.init!r}")
+        size, layers = self.draft_vocab_size, self.feature_layers
+        if size is not None and size < 1:
+            raise ValueError(f"drafter.draft_vocab_size must be 1 or more, got {size}")
+        if layers is not None:
+            layers = list(layers)
+            if not layers or layers[0] < 1 or layers != sorted(set(layers)):
+                raise ValueError(
+                    "drafter.feature_layers must be distinct, ascending ids from 1 on, "
+                    f"got {layers}"
+                )
 
 
 def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:

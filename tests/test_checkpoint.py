@@ -2,7 +2,10 @@
 
 import errno
 import json
-from collections.abc import Callable
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,16 @@ def names(output_dir: Path) -> list[str]:
 
 def no_space(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def file_limit() -> Iterator[Callable[[int], None]]:
+    """A function that lets no file grow beyond so many bytes: writes fail as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_checkpoint_is_a_drafter_with_its_resume_state_apart(tmp_path: Path) -> None:
@@ -84,26 +97,34 @@ def test_run_folder_can_be_moved(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "best" / "config.json").exists()
 
 
-@pytest.mark.parametrize("writer", ["torch.save", "Eagle3.save"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("model.safetensors", "File too large"),
+        ("resume/optimizer.pt", r"optimizer\.pt: .*MB are free"),
+        ("config.json", "No space left on device"),
+    ],
+)
 def test_full_disk_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, said: str
 ) -> None:
     whole = tmp_path / "whole"
     train(whole, max_steps=4)
     run = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(ValueError) as caught:
+    with monkeypatch.context() as patch, file_limit() as limit, pytest.raises(ValueError) as caught:
 
         def validate() -> dict[str, Any]:  # the disk fills up after the first checkpoint
-            if (run / "checkpoints" / "step-000002").exists():
-                if writer == "torch.save":
-                    patch.setattr(torch, "save", no_space)
-                else:
+            first = run / "checkpoints" / "step-000002"
+            if first.exists():
+                if file == "config.json":
                     patch.setattr(tiny_run.Eagle3, "save", no_space)
+                else:
+                    limit((first / file).stat().st_size - 5000)
             return tiny_run.TAU
 
         train(run, max_steps=4, save_every=2, validate_every=3, validate=validate)
     message = str(caught.value)
-    assert "step-000003 cannot be written" in message and "No space left on device" in message
+    assert re.search(f"step-000003 cannot be written: .*{said}", message)
     assert "step-000002 is intact" in message and "\n" not in message
     assert names(run) == ["step-000002"]
     train(run, max_steps=4, resume=True)
@@ -123,6 +144,68 @@ def test_broken_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, file
         train(run, max_steps=4, resume=True, schedule="constant", warmup=0.0)
     assert Checkpoints(run, 2, {}).newest().state["step"] == 4
     assert len(losses(run)) == 4
+
+
+def test_failure_after_a_checkpoint_says_that_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoints, "settle", no_space)
+    with pytest.raises(ValueError, match=r"step-000001 is intact, but .*No space left on device"):
+        train(tmp_path, max_steps=1)
+
+
+RECIPE = {
+    "verifier": "a", "init_from": None, "drafter": {"feature_layers": None, "init": "verifier"},
+    "data": {"train": "a.jsonl", "keep_states": True}, "loss": {"gamma": 0.8},
+    "training": {"max_steps": 4, "max_tokens": None, "seed": 0, "learning_rate": 1e-4},
+    "tracking": {"log_every": 10},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    drafter = tiny_run.Eagle3.create(
+        VERIFIER, tiny_run.Eagle3Config(), tiny_run.LossConfig(), torch.ones(64)
+    )
+    state = {"step": 1, "tokens": 0, "validation": None}
+    Checkpoints(folder, 2, RECIPE).save(drafter, state, [{}], {})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("drafter", "feature_layers", (2, 4)),
+        ("drafter", "init", "random"),
+        ("data", "train", "b.jsonl"),
+        ("loss", "gamma", 0.9),
+        ("training", "seed", 1),
+    ],
+)
+def test_resume_with_settings_that_would_be_ignored_or_mixed_is_refused(
+    checkpoint_of_recipe: Path, section: str, name: str, value: Any
+) -> None:
+    before = RECIPE[section][name]
+    recipe = RECIPE | {section: RECIPE[section] | {name: value}}
+    shown = list(value) if isinstance(value, tuple) else value
+    with pytest.raises(ValueError) as caught:
+        Checkpoints(checkpoint_of_recipe, 2, recipe).open(resume=True)
+    said = f"step-000001 was made with {section}.{name} = {before!r}, now it is {shown!r}; resume"
+    assert said in str(caught.value) and "--init_from" in str(caught.value)
+
+
+def test_resume_may_change_what_does_not_matter_to_what_was_done(
+    checkpoint_of_recipe: Path,
+) -> None:
+    training = {"max_steps": None, "max_tokens": 9, "learning_rate": 1e-5, "resume": True}
+    recipe = RECIPE | {
+        "verifier": "moved/a",
+        "training": RECIPE["training"] | training,
+        "tracking": {"log_every": 1},
+        "data": RECIPE["data"] | {"keep_states": False, "of_another_version": 1},
+    }
+    assert Checkpoints(checkpoint_of_recipe, 2, recipe).open(resume=True).state["step"] == 1
 
 
 def test_only_broken_checkpoints_are_an_error(tmp_path: Path) -> None:

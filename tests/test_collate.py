@@ -361,7 +361,7 @@ def test_groups_give_the_same_states_whichever_document_comes_first(monkeypatch)
     verifier = tiny.verifier()
     lengths = torch.randint(3, 30, (20,)).tolist()
     rows = [Row(torch.randint(3, 64, (n,)).tolist(), [1] * n, id=str(n)) for n in lengths]
-    documents = [row.input_ids for row in rows]
+    documents = [row.input_ids for row in rows] + 2 * [rows[0].input_ids, rows[1].input_ids]
     total = sum(map(len, documents))
 
     def states(order: list[int]) -> dict[int, torch.Tensor]:
@@ -377,3 +377,13 @@ def test_groups_give_the_same_states_whichever_document_comes_first(monkeypatch)
         assert torch.equal(forward[i], backward[i])  # so a resumed run sees what it saw before
         alone = online(collate([rows[i]], 1000, packed=False))["features"][0]
         torch.testing.assert_close(forward[i], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_document_that_comes_often_is_run_in_one_group(monkeypatch):
+    monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 30)
+    documents = [[3] * 10] * 4 + [[4] * 10, [5] * 9]
+    run = Featurizer(
+        tiny.verifier(), LAYERS, keep=True, num_tokens=59, documents=documents, verbose=False
+    )
+    assert len(run.groups) == 3
+    assert sorted(map(len, {id(g): g for g in run.groups.values()}.values())) == [3]

@@ -229,3 +229,20 @@ def test_two_ranks_resume_and_may_lack_supervised_slots(tmp_path: Path) -> None:
     resumed = run(TWO_RANKS, tmp_path / "broken", *options, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+def test_length_given_twice_is_refused_with_a_way_out() -> None:
+    with pytest.raises(ValueError, match=r"exactly one of .*--training\.max_tokens null"):
+        check(TrainingConfig("", max_steps=4, max_tokens=100))
+    with pytest.raises(ValueError, match=r"not none; such as --training\.num_epochs 1"):
+        check(TrainingConfig(""))
+
+
+@pytest.mark.parametrize("below", [".", "a/b"])
+def test_output_dir_that_cannot_be_a_folder_is_refused_at_once(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    wrong = str(tmp_path / "file" / below)
+    message = rf"training\.output_dir '{wrong}': {tmp_path}/file is not a folder; pass another"
+    with pytest.raises(ValueError, match=message):
+        check(TrainingConfig(wrong, max_steps=1))
+    check(TrainingConfig(str(tmp_path / "new" / "run"), max_steps=1))

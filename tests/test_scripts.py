@@ -44,6 +44,7 @@ class Recipe:
     num_steps: int = 3
     layers: list[int] | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
+    others: list[Optimizer] = field(default_factory=list)
 
 
 def yaml_file(folder: Path, text: str) -> str:
@@ -89,6 +90,11 @@ def test_fault_in_a_recipe_is_one_line_that_names_it(tmp_path: Path, text: str, 
         (["--num_steps", "x"], "^num_steps: Expected a int. Got value: x"),
         (["--layers", "one"], "^layers: "),
         (["stray"], "arguments: stray"),
+        (
+            ["--others", "[{lerning_rate: 1}]"],
+            "^others: Option 'lerning_rate' is not accepted; did you mean 'others.learning_rate'",
+        ),
+        (["--others", "[{learning_rate: x}]"], "^others: learning_rate: Expected a float"),
     ],
 )
 def test_fault_on_the_command_line_is_one_line(recipe: str, words: list[str], said: str) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,17 @@ import yaml
 from accelerate.state import AcceleratorState
 from tiny_run import lines, losses
 
+from headstart.data.collate import Featurizer
 from headstart.data.render import Row
 from headstart.models import drafter as drafters
 from headstart.models.eagle3 import Eagle3Config
 from headstart.models.losses import LossConfig
-from headstart.script import parse
-from headstart.train import eagle3
+from headstart.script import parse, run_script
+from headstart.train import eagle3, prepare
 from headstart.train.eagle3 import Recipe
 from headstart.train.loop import TrainingConfig
 from headstart.train.prepare import DataConfig, count_tokens, initial_drafter
+from headstart.train.tracking import Tracker
 
 torch.set_num_threads(1)
 
@@ -101,8 +106,22 @@ def test_resolved_recipe_can_be_run_again(tmp_path: Path, verifier: str) -> None
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
-def test_resumed_run_equals_an_unbroken_one(tmp_path: Path, verifier: str) -> None:
+@pytest.mark.parametrize("keep_states", [True, False])
+def test_resumed_run_equals_an_unbroken_one(
+    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, keep_states: bool
+) -> None:
+    groups: list[list[int]] = []  # sizes of the verifier's groups, of each featurizer
+
+    def make_featurizer(*arguments: Any) -> Featurizer:
+        made = prepare_featurizer(*arguments)
+        groups.append([len(g) for g in {id(g): g for g in made.groups.values()}.values()])
+        return made
+
+    prepare_featurizer = prepare.make_featurizer
+    monkeypatch.setattr(prepare, "make_featurizer", make_featurizer)
+    monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 128)
     broken = recipe(tmp_path, verifier, max_steps=8, save_every=3, keep_last=9)
+    broken.data.keep_states = keep_states
     broken.tracking.log_every = 2
     run(broken)
     whole = lines(tmp_path / "run")
@@ -116,6 +135,54 @@ def test_resumed_run_equals_an_unbroken_one(tmp_path: Path, verifier: str) -> No
     for line in whole + resumed:
         del line["tokens_per_second"]
     assert resumed == whole and len(whole) == 4
+    assert groups[0] == groups[1]
+    assert (len(groups[0]) > 2 and max(groups[0]) > 1) if keep_states else groups[0] == []
+
+
+def test_interrupted_run_ends_with_code_130_and_can_be_resumed(
+    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    settings = recipe(tmp_path, verifier, save_every=2)
+    run(settings)
+    whole = losses(tmp_path / "run")
+    settings.training.output_dir = str(tmp_path / "broken")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(asdict(settings)))
+    advance = Tracker.advance
+
+    def advance_and_interrupt(self: Tracker, step: int, fraction: float) -> None:
+        advance(self, step, fraction)
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "argv", ["eagle3.py", "--config", str(tmp_path / "recipe.yaml")])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(Tracker, "advance", advance_and_interrupt)
+        AcceleratorState._reset_state()
+        run_script(Recipe, eagle3.run)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped by the user"
+    checkpoints = tmp_path / "broken" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
+    settings.training.resume = True
+    run(settings)
+    assert losses(tmp_path / "broken") == whole
+
+
+def test_resume_with_other_settings_or_another_verifier_is_refused(
+    tmp_path: Path, verifier: str
+) -> None:
+    settings = recipe(tmp_path, verifier)
+    run(settings)
+    written = (tmp_path / "run" / "recipe.yaml").read_text()
+    settings.training.resume, settings.training.max_steps = True, 5
+    settings.drafter.draft_vocab_size = 16
+    with pytest.raises(ValueError, match=r"with drafter\.draft_vocab_size = 32, now it is 16"):
+        run(settings)
+    settings.drafter.draft_vocab_size = 32
+    settings.verifier = save_verifier(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match=r"was trained for .*its own verifier$"):
+        run(settings)  # training has no --allow_verifier
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == written
 
 
 def test_init_from_another_verifiers_drafter_warns(tmp_path: Path, verifier: str) -> None:
@@ -152,6 +219,7 @@ def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
         ),
         ("init_from", "nowhere", "drafter 'nowhere' is not a checkpoint"),
         ("training.max_steps", -1, "training.max_steps is -1"),
+        ("tracking.log_every", 0, "tracking.log_every is 0; it must be 1 or more"),
     ],
 )
 def test_bad_input_is_named(
@@ -162,6 +230,27 @@ def test_bad_input_is_named(
     setattr(getattr(wrong, path[0]) if path else wrong, name, value)
     with pytest.raises(ValueError, match=message):
         run(wrong)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("data.batch_tokens", "0", "data.batch_tokens is 0; it must be 1 or more"),
+        ("data.max_length", "-1", "data.max_length is -1; it must be 2 or more"),
+        ("data.limit", "0", "data.limit is 0; it must be 1 or more"),
+        ("data.eval_limit", "-3", "data.eval_limit is -3; it must be 1 or more"),
+        ("drafter.draft_vocab_size", "0", "drafter.draft_vocab_size must be 1 or more, got 0"),
+        ("drafter.feature_layers", "[3, 2]", r"ascending ids from 1 on, got \[3, 2\]"),
+        ("drafter.feature_layers", "[0, 2]", r"ascending ids from 1 on, got \[0, 2\]"),
+        ("drafter.feature_layers", "[]", r"ascending ids from 1 on, got \[\]"),
+    ],
+)
+def test_settings_that_no_verifier_could_take_are_refused_at_once(
+    option: str, value: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(Recipe, ["--config", "recipes/eagle3/tiny.yaml", f"--{option}", value])
+    assert "\n" not in str(caught.value)
 
 
 def test_data_without_a_supervised_token_is_an_error(tmp_path: Path, verifier: str) -> None:

@@ -15,9 +15,18 @@ from typing import Any
 import numpy
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from headstart.models.drafter import TrainableDrafter
+
+RUN_LENGTH = ("max_steps", "num_epochs", "max_tokens")
+_MAY_CHANGE = {  # on a resume: how long and how carefully to train, where to write, memory
+    "verifier",  # its weights decide, by their fingerprint
+    *(f"training.{name}" for name in RUN_LENGTH),
+    *("training.learning_rate", "training.mixed_precision"),  # the way out of a loss gone astray
+    *("training.validate_every", "training.save_every", "training.keep_last"),
+    *("training.output_dir", "training.resume", "data.keep_states", "loss.chunk_positions"),
+}
 
 
 @dataclass
@@ -25,6 +34,7 @@ class Saved:
     """An intact checkpoint and its resume state."""
 
     folder: Path
+    recipe: dict[str, Any]
     state: dict[str, Any]
     """step, tokens, validation."""
     ranks: list[dict[str, Any]]
@@ -59,7 +69,8 @@ class Checkpoints:
         """The checkpoint to continue from, if any.
 
         Raises:
-            ValueError: there are checkpoints and `resume` is false, or all are broken.
+            ValueError: there are checkpoints and `resume` is false, or all are broken, or the
+                recipe is not the one they were made with.
         """
         if not self.steps():
             return None
@@ -73,6 +84,7 @@ class Checkpoints:
             raise ValueError(
                 f"no checkpoint in {self.folder} can be read; pass another --training.output_dir"
             )
+        check_same(newest, self.recipe)
         return newest
 
     def newest(self) -> Saved | None:
@@ -111,19 +123,29 @@ class Checkpoints:
             drafter.save(temporary)
             (temporary / "recipe.yaml").write_text(yaml.safe_dump(self.recipe, sort_keys=False))
             (temporary / "README.md").write_text(model_card(self.recipe, state))
-            torch.save(optimizer, temporary / "resume" / "optimizer.pt")
-            torch.save(ranks, temporary / "resume" / "ranks.pt")
+            write(optimizer, temporary / "resume" / "optimizer.pt")
+            write(ranks, temporary / "resume" / "ranks.pt")
             (temporary / "resume" / "state.json").write_text(json.dumps(state))
             remove(target)  # a broken one of the same step
             temporary.rename(target)
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not is_write_error(error):
+            if not isinstance(error, OSError | SafetensorError):
                 raise
             raise ValueError(
                 f"checkpoint {target} cannot be written: {error}; {self.intact()}. "
                 "Make room and go on with --training.resume true"
             ) from error
+        try:
+            self.settle(target, state)
+        except OSError as error:
+            raise ValueError(
+                f"{target} is intact, but training stopped after it: {error}"
+            ) from error
+        return target
+
+    def settle(self, target: Path, state: dict[str, Any]) -> None:
+        """Point `best` at the new checkpoint if it is, and drop those no longer kept."""
         if self.is_better(state["validation"], state["step"]):
             link = self.output_dir / ".best.partial"
             link.unlink(missing_ok=True)
@@ -133,7 +155,6 @@ class Checkpoints:
         for folder in self.steps()[: -self.keep_last]:
             if folder.resolve() != best:
                 remove(folder)
-        return target
 
     def is_better(self, validation: dict[str, Any] | None, step: int | None = None) -> bool:
         """Whether a validation (of `step`, if given) beats the best checkpoint's τ."""
@@ -159,6 +180,7 @@ def read(folder: Path) -> Saved:
     resume = folder / "resume"
     return Saved(
         folder,
+        yaml.safe_load((folder / "recipe.yaml").read_text()),
         json.loads((resume / "state.json").read_text()),
         torch.load(resume / "ranks.pt", map_location="cpu", weights_only=True),
         torch.load(resume / "optimizer.pt", map_location="cpu", weights_only=True),
@@ -174,12 +196,44 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def is_write_error(error: Exception) -> bool:
-    """A failed write: as OSError, or as the writers of weights report it."""
-    return isinstance(error, OSError) or any(
-        words in str(error)
-        for words in ("No space left", "I/O error", "Disk quota", "file write failed")
-    )
+def write(value: Any, path: Path) -> None:
+    """torch.save, which reports a full disk as a RuntimeError about positions in the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"{path.name}: {reason} ({free / 1e6:.1f} MB are free)") from error
+
+
+def check_same(saved: Saved, recipe: dict[str, Any]) -> None:
+    """Raise a ValueError for a recipe under which `saved` would go on as something else.
+
+    A field that only one of the two has belongs to another version of headstart.
+    """
+    before, now = flat(saved.recipe), flat(recipe)
+    for name, value in now.items():
+        section = name.split(".")[0]
+        fixed = name not in _MAY_CHANGE and section != "tracking"
+        if fixed and name in before and before[name] != value:
+            raise ValueError(
+                f"{saved.folder} was made with {name} = {before[name]!r}, now it is {value!r}; "
+                "resume with the same settings, or begin a new run in another "
+                f"--training.output_dir (--init_from {saved.folder} starts from this drafter)"
+            )
+
+
+def flat(recipe: dict[str, Any]) -> dict[str, Any]:
+    """`section.field` -> value, as YAML returns it."""
+    fields: dict[str, Any] = {}
+    for section, value in yaml.safe_load(yaml.safe_dump(recipe)).items():
+        inner = value.items() if isinstance(value, dict) else ()
+        fields |= {f"{section}.{name}": v for name, v in inner} or {section: value}
+    return fields
 
 
 def random_state() -> dict[str, Any]:

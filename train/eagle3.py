@@ -52,7 +52,7 @@ def run(recipe: Recipe) -> None:
     verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
-        drafter = drafters.load(resumed.folder, verifier)
+        drafter = drafters.load(resumed.folder, verifier, allow_verifier=None)
         drafter.loss = recipe.loss
         accelerator.print(f"resuming from {resumed.folder}")
     elif recipe.init_from is not None:

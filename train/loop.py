@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +22,13 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from headstart.models.drafter import Batch, TrainableDrafter, supervised
-from headstart.train.checkpoint import Checkpoints, Saved, random_state, restore_random
+from headstart.train.checkpoint import (
+    RUN_LENGTH,
+    Checkpoints,
+    Saved,
+    random_state,
+    restore_random,
+)
 from headstart.train.tracking import Tracker
 
 
@@ -78,12 +85,13 @@ class Loader(Protocol):
 
 def check(settings: TrainingConfig) -> None:
     """Raise a ValueError for settings that cannot be trained with."""
-    lengths = {k: getattr(settings, k) for k in ("max_steps", "num_epochs", "max_tokens")}
-    given = [name for name, value in lengths.items() if value is not None]
+    given = [name for name in RUN_LENGTH if getattr(settings, name) is not None]
     if len(given) != 1:
+        unset = " or ".join(f"--training.{name} null" for name in given)
         raise ValueError(
             "training: give exactly one of max_steps, num_epochs and max_tokens, not "
-            f"{' and '.join(given) or 'none'}"
+            f"{' and '.join(given) or 'none'}; "
+            + (f"unset the other with {unset}" if given else "such as --training.num_epochs 1")
         )
     for name in (given[0], "accumulation", "draft_length", "keep_last", "max_grad_norm"):
         if getattr(settings, name) <= 0:
@@ -98,6 +106,15 @@ def check(settings: TrainingConfig) -> None:
     for name in ("warmup", "floor"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"training.{name} is {getattr(settings, name)}; it must be in 0 … 1")
+    folder = Path(settings.output_dir).absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        what = "cannot be written to" if folder.is_dir() else "is not a folder"
+        raise ValueError(
+            f"training.output_dir {settings.output_dir!r}: {folder} {what}; "
+            "pass another --training.output_dir"
+        )
 
 
 def launch(settings: TrainingConfig) -> Accelerator:

@@ -48,6 +48,14 @@ class DataConfig:
     keep_states: bool = True
     """Keep the verifier's states in memory over epochs, where they fit."""
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_length", 2), ("batch_tokens", 1), ("limit", 1), ("eval_limit", 1)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name} is {value}; it must be {least} or more")
+
 
 @dataclass
 class Data:
