@@ -37,6 +37,10 @@ class Conversation:
     chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template was given when the answers were written; None: not recorded."""
 
+    def asked(self) -> list[dict[str, Any]]:
+        """The turns that an assistant answers: all but its own."""
+        return [message for message in self.messages if message["role"] != "assistant"]
+
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"id": self.id, "category": self.category}
         if self.temperature is not None:
@@ -161,6 +165,11 @@ def parse(row: Any, where: str, default_id: str) -> Conversation:
     elif isinstance(row.get("text"), str):
         return Conversation(text=row["text"], **common)
     else:
+        for name in ("messages", "conversations", "turns", "prompt", "text"):
+            if row.get(name) is not None:
+                kind = "a string" if name in ("prompt", "text") else "a list"
+                got = type(row[name]).__name__
+                raise ValueError(f"{where}: {name} must be {kind}, got {got}")
         raise ValueError(
             f"{where}: no messages, conversations, turns, prompt or text "
             f"(the row's fields: {', '.join(map(str, row)) or 'none'})"

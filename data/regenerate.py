@@ -8,17 +8,19 @@ written anew, after the same earlier turns, and stored as text and as the token 
 (text does not always encode back to the ids that made it). `--self-prompt N` needs no prompts: an
 instruct model, given only its template's user prefix, writes N user turns first.
 
-A stopped run is continued by the same command: answered prompts are kept. An answer depends on
-(seed, prompt) alone, not on what else is in its batch.
+A stopped run is continued by the same command: answered prompts are kept, and no answer is ever
+removed; a prompt whose turns have changed is answered anew. An answer depends on (seed, prompt)
+alone, not on what else is in its batch.
 """
 
 import json
-import os
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from headstart.data import conversations
+from headstart.data.answers import AnswerFile
 from headstart.data.conversations import Conversation
 from headstart.data.template import template_ids
 from headstart.models.sampling import RowRandom, Sampling, draw
@@ -147,12 +150,13 @@ def user_prefix(verifier: Verifier, kwargs: dict[str, Any]) -> list[int]:
     return tokenizer(prefix, add_special_tokens=False).input_ids
 
 
-def self_prompts(verifier: Verifier, settings: Regenerate) -> Iterator[list[Conversation]]:
-    """Batches of conversations whose user turn the verifier sampled at temperature 1.
+def self_prompts(
+    verifier: Verifier, prefix: list[int], settings: Regenerate
+) -> Iterator[list[Conversation]]:
+    """Batches of conversations whose user turn the verifier sampled after `prefix`.
 
-    Turns that were cut off, are empty or repeat an earlier one are dropped.
+    The temperature is 1. Turns that were cut off, are empty or repeat an earlier one are dropped.
     """
-    prefix = user_prefix(verifier, settings.chat_template_kwargs or {})
     seen: set[str] = set()
     made = tried = 0
     while made < settings.self_prompt:
@@ -177,15 +181,20 @@ def self_prompts(verifier: Verifier, settings: Regenerate) -> Iterator[list[Conv
 
 
 def answer(
-    verifier: Verifier, batch: list[Conversation], settings: Regenerate, bar: tqdm
+    verifier: Verifier,
+    batch: list[Conversation],
+    settings: Regenerate,
+    bar: tqdm,
+    skipped: Counter[str],
 ) -> list[Conversation]:
-    """Write every assistant turn of `batch`; prompts that are too long are left out."""
+    """Write every assistant turn of `batch`.
+
+    Prompts that are too long are left out, and counted in `skipped` by the reason.
+    """
     kwargs = settings.chat_template_kwargs or {}
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     progress: list[tuple[Conversation, list[dict], list[dict]]] = []
-    for conversation in batch:
-        prompts = [m for m in conversation.messages if m["role"] != "assistant"]
-        progress.append((conversation, [], prompts))
+    progress += [(conversation, [], conversation.asked()) for conversation in batch]
     done: list[Conversation] = []
     while progress:
         ready = []
@@ -196,8 +205,14 @@ def answer(
                 if written[-1]["role"] in ("user", "tool") and following != "tool":
                     break
             ids = template_ids(verifier.tokenizer, written, conversation.tools, kwargs)
-            room = verifier.context_length - settings.max_new_tokens
-            if len(ids) <= min(settings.max_prompt_tokens, room):
+            if len(ids) > settings.max_prompt_tokens:
+                skipped[f"longer than max_prompt_tokens ({settings.max_prompt_tokens})"] += 1
+            elif len(ids) + settings.max_new_tokens > verifier.context_length:
+                skipped[
+                    f"too long for the context of {verifier.context_length} tokens, with an "
+                    f"answer of {settings.max_new_tokens}"
+                ] += 1
+            else:
                 ready.append((conversation, written, waiting, ids))
         if not ready:
             break
@@ -232,114 +247,92 @@ def answer(
     return done
 
 
-def read_answered(out: Path) -> dict[str, dict]:
-    """Rows already written, by id; a line cut off by a crash is removed from the file."""
-    answered: dict[str, dict] = {}
-    if not out.exists():
-        return answered
-    kept = 0
-    with out.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                answered[row["id"]] = row
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                if line.endswith(b"\n"):
-                    raise ValueError(
-                        f"{out}: a line is not JSON; the file was not written by this script, "
-                        "choose another --out"
-                    ) from None
-                break
-            if not line.endswith(b"\n"):
-                break
-            kept += len(line)
-    os.truncate(out, kept)
-    return answered
-
-
-def check_same_settings(out: Path, settings: Regenerate, fingerprint: str) -> None:
-    """A run is only continued with the settings it was begun with."""
-    record = out.with_suffix(".meta.json")
-    current = {k: v for k, v in asdict(settings).items() if k not in SPEED_ONLY}
-    current["fingerprint"] = fingerprint
-    if out.exists() and record.exists():
-        before = json.loads(record.read_text())
-        for name, value in current.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{out} was begun with {name} = {before.get(name)!r}, this run has {value!r}; "
-                    "choose another --out or the same settings"
-                )
-    record.write_text(json.dumps(current, indent=1, ensure_ascii=False) + "\n")
-
-
 SPEED_ONLY = ("out", "batch_size", "device", "limit", "self_prompt")
+
+
+def read_prompts(settings: Regenerate) -> list[Conversation]:
+    """The rows that have a turn to answer.
+
+    Raises:
+        ValueError: there is none, or two have the same id.
+    """
+    if settings.prompts is None:
+        return []
+    rows = list(conversations.read(settings.prompts, settings.split, settings.limit))
+    if not rows:
+        raise ValueError(f"prompts {settings.prompts!r}: nothing to answer, it holds no rows")
+    prompts = [c for c in rows if c.asked()]
+    if not prompts:
+        raise ValueError(
+            f"prompts {settings.prompts!r}: nothing to answer, none of {len(rows)} rows has a "
+            "user turn"
+        )
+    if len({c.id for c in prompts}) < len(prompts):
+        raise ValueError(f"prompts {settings.prompts!r}: two rows have the same id")
+    return prompts
+
+
+def batches(prompts: list[Conversation], batch_size: int) -> Iterator[list[Conversation]]:
+    """Prompts of like length together: little padding; windows keep any prefix of them mixed."""
+    window = 4 * batch_size
+    for start in range(0, len(prompts), window):
+        part = sorted(prompts[start : start + window], key=lambda c: len(json.dumps(c.messages)))
+        for first in range(0, len(part), batch_size):
+            yield part[first : first + batch_size]
 
 
 def run(settings: Regenerate) -> None:
     """Answer all prompts that `settings.out` has no answer for yet."""
-    for name in ("max_new_tokens", "max_prompt_tokens", "batch_size"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be 1 or more, got {getattr(settings, name)}")
+    for name in ("max_new_tokens", "max_prompt_tokens", "batch_size", "limit"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
     if settings.prompts is None and settings.self_prompt < 1:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")
     Sampling(settings.temperature, settings.top_k, settings.top_p)
-    prompts: list[Conversation] = []
-    if settings.prompts is not None:
-        prompts = list(conversations.read(settings.prompts, settings.split, settings.limit))
-        if len({c.id for c in prompts}) < len(prompts):
-            raise ValueError(f"prompts {settings.prompts!r}: two rows have the same id")
+    prompts = read_prompts(settings)
+    answers = AnswerFile(Path(settings.out), settings.prompts)
     verifier = Verifier.load(settings.verifier, settings.dtype, settings.device)
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_same_settings(out, settings, verifier.fingerprint())
-    answered = read_answered(out)
-    began, skipped = time.monotonic(), 0
-    order = [c.id for c in prompts]
+    if settings.max_new_tokens >= verifier.context_length:
+        raise ValueError(
+            f"max_new_tokens {settings.max_new_tokens} leaves no room for a prompt: the context "
+            f"of {verifier.name!r} is {verifier.context_length} tokens; pass a smaller one"
+        )
+    sources = [batches(prompts, settings.batch_size)]
+    if settings.self_prompt > 0:
+        prefix = user_prefix(verifier, settings.chat_template_kwargs or {})
+        sources.append(self_prompts(verifier, prefix, settings))
+    fixed = {k: v for k, v in asdict(settings).items() if k not in SPEED_ONLY}
+    answers.begin(fixed | {"fingerprint": verifier.fingerprint()})
+
+    began, skipped = time.monotonic(), Counter[str]()
+    order = [c.id for c in prompts]  # of the file; then as the verifier wrote them
     bar = tqdm(
         unit=" tokens",
-        desc=f"{len(answered)} answered before",
+        desc=f"{len(answers)} answered before",
         smoothing=0.1,
         mininterval=0.1 if sys.stderr.isatty() else 10,
     )
-    with out.open("a", encoding="utf-8") as file:
-
-        def write(batch: list[Conversation]) -> None:
-            nonlocal skipped
-            todo = [c for c in batch if c.id not in answered and c.text is None]
-            made = answer(verifier, todo, settings, bar) if todo else []
-            skipped += len(todo) - len(made)
-            for conversation in made:
-                row = conversation.to_json()
-                answered[conversation.id] = row
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            bar.set_description(f"{len(answered)} conversations")
-
-        # batches of like length waste little padding; windows keep any prefix of the file mixed
-        window = 4 * settings.batch_size
-        for start in range(0, len(prompts), window):
-            part = sorted(
-                prompts[start : start + window], key=lambda c: len(json.dumps(c.messages))
-            )
-            for first in range(0, len(part), settings.batch_size):
-                write(part[first : first + settings.batch_size])
-        if settings.self_prompt:
-            for batch in self_prompts(verifier, settings):
-                order += [c.id for c in batch]
-                write(batch)
-    bar.close()
-    lines = [json.dumps(answered[i], ensure_ascii=False) + "\n" for i in order if i in answered]
-    temporary = out.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(out)
+    with bar:
+        for batch in chain(*sources):
+            todo = [c for c in batch if not answers.has(c)]
+            if todo:
+                answers.add(answer(verifier, todo, settings, bar, skipped))
+            order += [c.id for c in batch]
+            bar.set_description(f"{len(answers)} conversations")
+    answers.finish(order)
     tokens = int(bar.n)
-    print(
-        f"{out}: {len(lines)} conversations, {tokens} tokens written in this run "
-        f"({tokens / max(time.monotonic() - began, 1e-9):.0f} tokens/s), {skipped} prompts skipped "
-        f"as longer than {settings.max_prompt_tokens} tokens",
-        file=sys.stderr,
-    )
+    facts = [
+        f"{len(answers)} conversations",
+        f"{tokens} tokens written in this run "
+        f"({tokens / max(time.monotonic() - began, 1e-9):.0f} tokens/s)",
+        *(f"{count} prompts skipped as {reason}" for reason, count in skipped.items()),
+    ]
+    if answers.replaced:
+        facts.append(f"{answers.replaced} answered anew, as their prompts have changed")
+    if answers.others:
+        facts.append(f"{answers.others} kept that answer none of this run's prompts")
+    print(f"{settings.out}: {', '.join(facts)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ _IDENTITY = (
     "rope_parameters",
 )  # fmt: skip
 
+NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+
 
 class States(NamedTuple):
     """What the verifier computed for each token."""
@@ -67,10 +69,15 @@ class Verifier:
             dtype: float32 or bfloat16.
 
         Raises:
-            ValueError: no such model, or one that cannot be drafted for.
+            ValueError: no such model or device, or a model that cannot be drafted for.
         """
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"verifier dtype {dtype!r} is not supported; use float32 or bfloat16")
+        check_device(device)
+        local = name.startswith(("/", ".", "~")) or name.count("/") > 1  # no name of the Hub
+        if local and not Path(name).is_dir():
+            what = "a file, not a folder" if Path(name).exists() else "no such folder"
+            raise ValueError(f"verifier {name!r}: {what}. {NAMES}")
         path = embedded.folder(name) if name.startswith("embedded/") else name
         disable_progress_bar()  # one for a load of seconds, in between our own lines
         try:
@@ -81,8 +88,7 @@ class Verifier:
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(
-                f"verifier {name!r} cannot be loaded: {first_line(error)} "
-                "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+                f"verifier {name!r} cannot be loaded: {first_line(error)} {NAMES}"
             ) from error
         if loaded["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(
@@ -325,6 +331,21 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ids = tokenizer(after, add_special_tokens=False).input_ids
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     return {ids[0]} if ids and ids[0] in special else set()
+
+
+def check_device(device: torch.device | str) -> None:
+    """Nothing may be loaded for a device that is not there.
+
+    Raises:
+        ValueError: torch does not know the device, was built without it, or finds none.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"device {str(device)!r} cannot be used: {first_line(error)}; pass cpu, or cuda where "
+            "torch finds a GPU"
+        ) from error
 
 
 def first_line(error: Exception) -> str:

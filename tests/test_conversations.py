@@ -109,6 +109,11 @@ def test_a_conversation_survives_writing_and_reading():
     [
         ([1], "a row must be a JSON object, got list"),
         ({"a": 1}, r"no messages, .* \(the row's fields: a\)"),
+        ({"prompt": 5}, "prompt must be a string, got int"),
+        ({"text": ["a"]}, "text must be a string, got list"),
+        ({"turns": "hi"}, "turns must be a list, got str"),
+        ({"messages": {"role": "user"}}, "messages must be a list, got dict"),
+        ({"conversations": 1.5, "messages": None}, "conversations must be a list, got float"),
         ({"messages": []}, "no turns"),
         ({"messages": ["hi"]}, "a turn must be an object"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
@@ -131,6 +136,10 @@ def test_a_conversation_survives_writing_and_reading():
 def test_a_row_that_cannot_be_read_is_named(row, complaint):
     with pytest.raises(ValueError, match=f"^here: .*{complaint}"):
         one(row)
+
+
+def test_a_field_of_another_kind_does_not_hide_one_that_can_be_read():
+    assert one({"turns": 2, "prompt": "hi"}).messages == [{"role": "user", "content": "hi"}]
 
 
 def test_a_broken_line_is_named_by_file_and_line(tmp_path):

@@ -188,7 +188,17 @@ def test_chat_template_kwargs_are_recorded(tmp_path, prompts):
 def test_prompts_that_are_too_long_are_skipped_and_counted(tmp_path, prompts, capsys):
     made = answers(settings(tmp_path, prompts, max_prompt_tokens=7))
     assert 0 < len(made) < 11
-    assert f"{11 - len(made)} prompts skipped as longer than 7" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "context" not in err
+    assert f"{11 - len(made)} prompts skipped as longer than max_prompt_tokens (7)" in err
+
+
+def test_prompts_that_fill_the_context_are_counted_as_such(tmp_path, prompts, capsys):
+    assert not answers(settings(tmp_path, prompts, max_new_tokens=510))
+    err = capsys.readouterr().err
+    assert "0 conversations" in err
+    assert "11 prompts skipped as too long for the context of 512 tokens, with an answer of" in err
+    assert "max_prompt_tokens" not in err
 
 
 def test_the_progress_bar_is_quiet_where_nobody_watches(tmp_path, prompts, capsys):
@@ -208,6 +218,8 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):
     [
         ({"prompts": None}, "nothing to answer: pass --prompts"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        ({"max_new_tokens": 512}, "max_new_tokens 512 leaves no room .* is 512 tokens"),
+        ({"limit": 0}, "limit must be 1 or more, got 0"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"prompts": "missing.jsonl"}, "no such file"),
     ],
@@ -215,7 +227,7 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):
 def test_settings_that_make_no_sense_are_refused(tmp_path, prompts, fields, complaint):
     with pytest.raises(ValueError, match=complaint):
         run(Regenerate(**({"out": str(tmp_path / "x.jsonl"), "prompts": prompts} | fields)))
-    assert not (tmp_path / "x.jsonl").exists()
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_ids_must_be_distinct(tmp_path):
@@ -225,11 +237,19 @@ def test_ids_must_be_distinct(tmp_path):
         run(settings(tmp_path, str(file)))
 
 
-def test_a_file_of_somebody_elses_is_not_overwritten(tmp_path, prompts):
-    (tmp_path / "answers.jsonl").write_text("my notes\n")
-    with pytest.raises(ValueError, match="not written by this script"):
-        run(settings(tmp_path, prompts))
-    assert (tmp_path / "answers.jsonl").read_text() == "my notes\n"
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "it holds no rows"),
+        ("\n", "it holds no rows"),
+        ('{"text": "w1 w2"}\n', "none of 1 rows has a user turn"),
+    ],
+)
+def test_prompts_without_anything_to_answer_are_refused(tmp_path, content, complaint):
+    file = tmp_path / "none.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"nothing to answer, {complaint}"):
+        run(settings(tmp_path, str(file)))
 
 
 def test_a_base_model_cannot_prompt_itself(tmp_path, monkeypatch):

@@ -288,6 +288,35 @@ def test_missing_verifier_is_a_one_line_error(name: str) -> None:
     assert "embedded/smollm2-135m" in one_line(caught)
 
 
+@pytest.mark.parametrize(
+    "name", ["/nope/model", "./nope", "../nope", "~/nope", "outputs/nope/best"]
+)
+def test_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^verifier '{name}': no such folder") as caught:
+        Verifier.load(name)
+    one_line(caught)
+
+
+def test_a_file_is_no_verifier(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="a file, not a folder"):
+        Verifier.load(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_loaded(device: str) -> None:
+    with pytest.raises(ValueError, match=f"^device '{device}' cannot be used: ") as caught:
+        Verifier.load("nobody/nothing", device=device)
+    one_line(caught)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_gpu_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^device 'cuda' cannot be used: .*; pass cpu") as caught:
+        Verifier.load("embedded/smollm2-135m", device=torch.device("cuda"))
+    one_line(caught)
+
+
 def test_folder_without_all_tensors_is_refused(tmp_path: Path) -> None:
     """transformers would fill in random ones; a drafter's folder looks just like this."""
     folder = saved(tiny_verifier(), tmp_path)
