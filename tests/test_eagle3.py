@@ -492,10 +492,16 @@ def test_layers_that_cannot_be_are_refused(layers, count, message):
         check_layers(layers, count)
 
 
-@pytest.mark.parametrize("size", [65, 0, -1])
+@pytest.mark.parametrize("size", [65, 1000])
 def test_a_draft_vocabulary_outside_of_the_verifiers_is_refused(size):
     with pytest.raises(ValueError, match=f"draft_vocab_size must be in 1 … 64 .* got {size}"):
         make(draft_vocab_size=size)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_empty_draft_vocabulary_is_refused_before_there_is_a_verifier(size):
+    with pytest.raises(ValueError, match=rf"draft_vocab_size must be 1 or more, got {size}"):
+        Eagle3Config(draft_vocab_size=size)
 
 
 def test_an_unknown_initialisation_is_refused():
