@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from headstart.data import collate, render
+from headstart.data import render
+from headstart.data.collate import Featurizer
 from headstart.data.render import Row
 from headstart.eval import report
 from headstart.eval.losslessness import compare
 from headstart.eval.measures import Counts, summarise
-from headstart.eval.replay import replay
+from headstart.eval.replay import replay_rows
 from headstart.eval.speculate import Generated, Timer, generate
 from headstart.eval.speedup import predicted_speedup
 from headstart.models import drafter as drafters
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.drafter import Drafting, TrainableDrafter
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 
@@ -113,43 +114,20 @@ def prompt_of(row: Row) -> list[int]:
     return row.input_ids[: next(i for i, turn in enumerate(row.loss_mask) if turn)]
 
 
-def featurized(drafter: TrainableDrafter, rows: list[Row], max_length: int) -> list[Batch]:
-    """Padded batches with the verifier's states, rows in order."""
-    featurize = collate.Featurizer(drafter.verifier, drafter.feature_layers, keep=False)
-    pad = drafter.verifier.terminator_ids[0]
-    return [
-        featurize(collate.collate(rows[i : i + 8], max_length, packed=False, pad_id=pad))
-        for i in range(0, len(rows), 8)
-    ]
-
-
-def replay_rows(
+def timed_replay(
     drafter: TrainableDrafter,
     rows: list[Row],
     run: RunSettings,
     settings: Acceptance,
     max_new_tokens: int | None = None,
 ) -> tuple[list[Counts], float]:
-    """Counts with the rows' ids and categories, and the seconds taken, verifier included."""
+    """Counts of the rows, and the seconds taken, verifier included."""
     began = time.monotonic()
     sampling = Sampling(run.temperature, run.top_k, run.top_p)
     drafting = Drafting(run.drafting == "sampled", sampling)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].input_ids))
-    ordered = [rows[i] for i in order]
-    counts: list[Counts] = []
-    for start in range(0, len(ordered), 8):
-        part = ordered[start : start + 8]
-        batches = featurized(drafter, part, settings.max_length)
-        length = settings.draft_length
-        found = replay(drafter, batches, length, sampling, drafting, max_new_tokens)
-        names = [
-            (row.id, row.category)
-            for row in part
-            for _ in range(len({turn for turn in row.loss_mask if turn}))
-        ]
-        for (name, category), count in zip(names, found, strict=True):
-            count.id, count.category = name, category
-        counts += found
+    featurize = Featurizer(drafter.verifier, drafter.feature_layers)
+    length = settings.draft_length
+    counts = replay_rows(drafter, rows, featurize, length, sampling, drafting, max_new_tokens)
     return counts, time.monotonic() - began
 
 
@@ -243,7 +221,7 @@ def measure_run(
 ) -> tuple[dict[str, Any], list[Decoded]]:
     """One entry of the report's `runs`, and everything decoded for it."""
     verifier = drafter.verifier
-    everything, seconds = replay_rows(drafter, rows, run, settings)
+    everything, seconds = timed_replay(drafter, rows, run, settings)
     chosen = pick(rows, settings.decode_prompts)
     plain = [0] if run.temperature == 0 else []
     timed = pick(chosen, settings.speed_prompts) if run is settings.runs[0] else []
@@ -257,7 +235,7 @@ def measure_run(
     counts = [d.output.counts(d.row.id, d.row.category) for d in drafted]
     again = [decoded_row(d) for d in drafted]
     limit = settings.max_new_tokens
-    same, same_seconds = replay_rows(drafter, again, run, settings, limit)
+    same, same_seconds = timed_replay(drafter, again, run, settings, limit)
     entry = {
         "settings": {
             "draft_length": settings.draft_length,

@@ -8,14 +8,20 @@ provided the texts were written at the temperature, top-k and top-p of `sampling
 Legend: B rows, T slots, K draft length.
 """
 
+from collections.abc import Callable, Iterable
+from itertools import chain
+
 import torch
 from torch import Tensor
 
+from headstart.data.collate import by_length, collate
+from headstart.data.render import Row
 from headstart.eval.measures import Counts
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter
 from headstart.models.sampling import Sampling
 
 _CHUNK = 512  # positions whose logits are held at once
+_BATCH_TOKENS = 4096  # slots of a batch, padding included
 
 
 @torch.no_grad()
@@ -127,23 +133,23 @@ def turns(loss_mask: list[int], document_ids: list[int]) -> list[tuple[int, int,
 
 def replay(
     drafter: TrainableDrafter,
-    batches: list[Batch],
+    batches: Iterable[Batch],
     draft_length: int,
     sampling: Sampling,
     drafting: Drafting,
     max_new_tokens: int | None = None,
-) -> list[Counts]:
-    """Counts of every assistant turn, in the order of batches, rows and turns.
+) -> list[list[Counts]]:
+    """Counts of each assistant turn, a list a row, in the order of batches and rows.
 
     Args:
         batches: with the verifier's states in them (featurized).
         max_new_tokens: of each answer: it is replayed as if it had been decoded under this limit.
     """
-    counts = []
+    found = []
     for batch in batches:
         table = acceptance_table(drafter, batch, draft_length, sampling, drafting).cpu()
         for row in range(len(table)):
-            values = table[row].tolist()
+            values, counts = table[row].tolist(), []
             for _, first, last in turns(
                 batch["loss_mask"][row].tolist(), batch["document_ids"][row].tolist()
             ):
@@ -152,4 +158,29 @@ def replay(
                     limit = first + max_new_tokens - 1
                     last = min(last, limit)
                 counts.append(count_turn(values, first, last, draft_length, limit))
+            found.append(counts)
+    return found
+
+
+def replay_rows(
+    drafter: TrainableDrafter,
+    rows: list[Row],
+    featurize: Callable[[Batch], Batch],
+    draft_length: int,
+    sampling: Sampling,
+    drafting: Drafting,
+    max_new_tokens: int | None = None,
+) -> list[Counts]:
+    """`replay` of rendered rows, in padded batches of like length; counts carry the rows' names."""
+    groups = by_length([len(row.input_ids) for row in rows], _BATCH_TOKENS)
+    batches = (
+        featurize(collate(part, max(len(row.input_ids) for row in part), packed=False))
+        for part in ([rows[i] for i in group] for group in groups)
+    )
+    found = replay(drafter, batches, draft_length, sampling, drafting, max_new_tokens)
+    counts = []
+    for i, of_row in zip(chain.from_iterable(groups), found, strict=True):
+        for count in of_row:
+            count.id, count.category = rows[i].id, rows[i].category
+            counts.append(count)
     return counts

@@ -294,7 +294,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path
         with pytest.raises(ValueError, match=f"out: '{out}' cannot be a folder .* {taken}"):
             report.folder(str(out))
     assert taken.read_text() == "a file"
-    with pytest.raises(ValueError, match="the report cannot be written .* make room"):
+    with pytest.raises(ValueError, match=r"the report cannot be written .* make room"):
         report.write({"schema": 1}, taken / "below")
 
 

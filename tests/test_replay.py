@@ -1,5 +1,7 @@
 """Replay against every path worked out one by one, and against real decoding."""
 
+from itertools import chain
+
 import pytest
 import torch
 from tiny import verifier as tiny_verifier
@@ -7,7 +9,7 @@ from tiny import verifier as tiny_verifier
 from headstart.data.collate import Featurizer, collate
 from headstart.data.render import Row
 from headstart.eval.measures import Counts, summarise
-from headstart.eval.replay import acceptance_table, count_turn, replay, turns
+from headstart.eval.replay import acceptance_table, count_turn, replay, replay_rows, turns
 from headstart.eval.speculate import generate
 from headstart.models.drafter import Batch, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config
@@ -16,6 +18,10 @@ from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 
 GREEDY = Drafting(False, Sampling())
+
+
+def flat(found: list[list[Counts]]) -> list[Counts]:
+    return list(chain.from_iterable(found))
 
 
 # ---- counting ----------------------------------------------------------------------------------
@@ -174,7 +180,7 @@ def decoded_and_replayed(drafter: Eagle3, draft_length: int, limit: int, packed:
     rows = [answered(p, o.tokens) for p, o in zip(PROMPTS, outputs, strict=True)]
     featurize = Featurizer(drafter.verifier, drafter.feature_layers)
     batch = featurize(collate(rows, 64, packed=packed))
-    return decoded, replay(drafter, [batch], draft_length, Sampling(), GREEDY, limit)
+    return decoded, flat(replay(drafter, [batch], draft_length, Sampling(), GREEDY, limit))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -213,7 +219,7 @@ def test_a_limit_replays_the_beginning_of_longer_answers(partly_trained):
     texts = generate(partly_trained.verifier, None, PROMPTS, max_new_tokens=LIMIT, **settings)
     rows = [answered(p, t.tokens) for p, t in zip(PROMPTS, texts, strict=True)]
     batch = with_states(partly_trained, collate(rows, 64, packed=False))
-    replayed = replay(partly_trained, [batch], 4, Sampling(), GREEDY, max_new_tokens=7)
+    replayed = flat(replay(partly_trained, [batch], 4, Sampling(), GREEDY, max_new_tokens=7))
     for got, expected in zip(replayed, decoded, strict=True):
         assert_equal(got, expected)
 
@@ -230,7 +236,7 @@ def test_every_turn_of_a_conversation_is_replayed_after_its_own_context(partly_t
     other = answered([50, 51], [1, 3, 5, 8])
     batch = featurize(collate([Row(text, mask, "row"), other], 64, packed=True))
     assert len(batch["input_ids"]) == 1
-    replayed = replay(partly_trained, [batch], 3, Sampling(), GREEDY, max_new_tokens=9)
+    replayed = flat(replay(partly_trained, [batch], 3, Sampling(), GREEDY, max_new_tokens=9))
     assert len(replayed) == 4
     for got, expected in zip(replayed, decoded, strict=False):
         assert_equal(got, expected)
@@ -262,7 +268,7 @@ def test_replay_lies_in_the_interval_of_sampled_decoding(law):
     rows = [answered(p, o.tokens) for p, o in zip(prompts, outputs, strict=True)]
     parts = (rows[i : i + 250] for i in range(0, count, 250))
     batches = [with_states(drafter, collate(part, 64, packed=False)) for part in parts]
-    replayed = summarise(replay(drafter, batches, 3, sampling, drafting, limit))
+    replayed = summarise(flat(replay(drafter, batches, 3, sampling, drafting, limit)))
     for name in ("acceptance_length", "acceptance_rate"):
         interval = decoded[name]
         assert interval["low"] < replayed[name]["value"] < interval["high"], name
@@ -287,3 +293,21 @@ def test_a_table_is_zero_off_the_answer_and_a_chance_on_it(partly_trained):
         answers = [t for t in range(9) if 3 <= t + 2 + s < 9]
         inside = [t for t in answers if known is None or ids[t + 2 + s] in known]
         assert table[0, :, s].nonzero()[:, 0].tolist() == inside
+
+
+def test_rows_are_replayed_in_batches_of_like_length_under_their_names(partly_trained):
+    """The rows in any order, a turn too short to draft for among them, give the same counts."""
+    verifier = partly_trained.verifier
+    ids = torch.randint(3, 64, (5, 20)).tolist()
+    rows = [
+        Row(row[:n], [0] * 3 + [1] * (n - 3), id=f"r{n}", category="even" if n % 2 == 0 else "odd")
+        for row, n in zip(ids, (9, 20, 4, 14, 17), strict=True)
+    ]
+    rows.append(Row([5], [1], id="one token"))
+    featurize = Featurizer(verifier, partly_trained.feature_layers)
+    found = replay_rows(partly_trained, rows, featurize, 3, Sampling(), GREEDY)
+    assert {count.id for count in found} == {row.id for row in rows} - {"one token"}
+    for count in found:
+        row = next(row for row in rows if row.id == count.id)
+        (alone,) = replay_rows(partly_trained, [row], featurize, 3, Sampling(), GREEDY)
+        assert alone == count and count.category == row.category

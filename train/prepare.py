@@ -11,18 +11,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from headstart.data.collate import Featurizer, Loader, by_length, collate
+from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
-from headstart.eval.replay import replay
+from headstart.eval.replay import replay_rows
 from headstart.models import drafter as drafters
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier, read_config
 from headstart.train.loop import TrainingConfig
-
-EVAL_BATCH_TOKENS = 4096  # slots of a replayed batch, padding included
 
 
 @dataclass
@@ -176,20 +174,11 @@ def make_validation(
     if not data.eval:
         return None
     mine = data.eval[accelerator.process_index :: accelerator.num_processes]
-    groups = by_length([len(row.input_ids) for row in mine], EVAL_BATCH_TOKENS)
     greedy = Sampling(temperature=0.0)
 
     def validate() -> dict[str, Any]:
-        counts = []
-        for group in groups:
-            rows = [mine[i] for i in group]
-            longest = max(len(row.input_ids) for row in rows)
-            batch = featurize(collate(rows, longest, packed=False))
-            found = replay(drafter, [batch], draft_length, greedy, Drafting(False, greedy))
-            texts = [row for row in rows for _ in {turn for turn in row.loss_mask if turn}]
-            for row, count in zip(texts, found, strict=True):
-                count.id, count.category = row.id, row.category
-            counts += found
+        drafting = Drafting(False, greedy)
+        counts = replay_rows(drafter, mine, featurize, draft_length, greedy, drafting)
         return summarise(gather_object(counts))
 
     return validate
