@@ -39,16 +39,19 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def collate(rows: Sequence[Row], max_length: int, packed: bool, pad_id: int = 0) -> Batch:
+def collate(
+    rows: Sequence[Row], max_length: int, packed: bool, pad_id: int = 0, multiple: int = 1
+) -> Batch:
     """One batch, on the CPU, without the verifier's states.
 
     Padded: row b of the batch is `rows[b]`. Packed: first fit of whole documents in rows of
-    `max_length`. Either is padded at the right, to the longest row. Positions begin anew in each
-    document; padding has document id -1, loss mask 0 and position 0.
+    `max_length`. Either is padded at the right, to the longest row, rounded up to a `multiple`.
+    Positions begin anew in each document; padding has document id -1, loss mask 0 and position 0.
     """
     lengths = [len(row.input_ids) for row in rows]
     bins = pack(lengths, max_length) if packed else [[index] for index in range(len(rows))]
-    shape = len(bins), max(sum(lengths[index] for index in indices) for indices in bins)
+    longest = max(sum(lengths[index] for index in indices) for indices in bins)
+    shape = len(bins), rounded(longest, multiple)
     batch = Batch(
         input_ids=torch.full(shape, pad_id),
         loss_mask=torch.zeros(shape, dtype=torch.long),
@@ -65,6 +68,11 @@ def collate(rows: Sequence[Row], max_length: int, packed: bool, pad_id: int = 0)
             batch["document_ids"][b, part] = document
             start += lengths[index]
     return batch
+
+
+def rounded(length: int, multiple: int) -> int:
+    """`length`, up to the next multiple."""
+    return -(-length // multiple) * multiple
 
 
 def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -97,6 +105,7 @@ class Loader:
     Args:
         batch_tokens: slots of a micro-batch, padding included.
         max_length: no row is longer; packed rows have this many slots.
+        multiple: widths are rounded up to it, so that few shapes occur.
 
     Raises:
         ValueError: fewer rows than ranks, or a batch that cannot hold `max_length` tokens.
@@ -113,6 +122,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        multiple: int = 1,
     ):
         if packed and batch_tokens < max_length:
             raise ValueError(
@@ -124,7 +134,7 @@ class Loader:
         self.rows = rows
         self.lengths = [len(row.input_ids) for row in rows]
         self.batch_tokens, self.max_length, self.packed = batch_tokens, max_length, packed
-        self.pad_id, self.seed, self.shuffle = pad_id, seed, shuffle
+        self.pad_id, self.seed, self.shuffle, self.multiple = pad_id, seed, shuffle, multiple
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.index = 0  # batches of this epoch that this rank has had
@@ -153,6 +163,7 @@ class Loader:
                 # collate's first fit over the rows of these bins never needs more bins than these
                 groups = [list(chain(*bins[i : i + size])) for i in range(0, len(bins), size)]
             else:
+                lengths = [rounded(length, self.multiple) for length in lengths]
                 groups = by_length(lengths, self.batch_tokens)
             batches += [[window[i] for i in group] for group in groups]
         if self.shuffle:
@@ -173,10 +184,18 @@ class Loader:
             last = index + 1 == len(mine)
             self.epoch, self.index = (self.epoch + 1, 0) if last else (self.epoch, index + 1)
             rows = [self.rows[i] for i in mine[index]]
-            yield collate(rows, self.max_length, self.packed, self.pad_id)
+            yield collate(rows, self.max_length, self.packed, self.pad_id, self.multiple)
 
     def _identity(self) -> dict[str, Any]:
-        names = ("batch_tokens", "max_length", "packed", "seed", "shuffle", "world_size")
+        names = (
+            "batch_tokens",
+            "max_length",
+            "packed",
+            "multiple",
+            "seed",
+            "shuffle",
+            "world_size",
+        )
         numbers = {"rows": len(self.rows), "tokens": sum(self.lengths)}
         return numbers | {name: getattr(self, name) for name in names}
 

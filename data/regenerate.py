@@ -67,7 +67,7 @@ class Regenerate:
     batch_size: int = 64
     """Prompts answered at once."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32 or bfloat16."""
     device: str = "cpu"
 
 

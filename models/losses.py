@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from headstart.models.drafter import Batch, Loss, TrainableDrafter
 
+_ROWS = 64
 METRICS = ("loss", "accuracy", "outside_vocabulary")  # accuracy: the best draft is the token
 
 
@@ -205,22 +207,25 @@ def _chunked(
         steps = torch.arange(len(hidden), device=chunk.device).repeat_interleave(
             torch.tensor(counts, device=chunk.device)
         )
-        rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)]).requires_grad_()
-        teacher = Teacher.of(drafter, last_hidden[chunk], torch.searchsorted(chunk, where))
+        rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)])
+        rows = _padded(rows).requires_grad_()
+        teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), torch.searchsorted(chunk, where))
         columns = _columns(input_ids[where + 1], drafter.draft_ids)
         with torch.set_grad_enabled(bool(parameters)):
             logits = drafter.logits(rows)
-        found = row_losses(drafter.loss, teacher, logits.detach(), columns)
+        real = logits.detach()[: len(where)]
+        found = row_losses(drafter.loss, teacher, real, columns)
         value += (found.loss * weights[steps]).sum()
-        accurate = logits.detach().argmax(-1) == columns  # a token outside V' can only be rejected
+        accurate = real.argmax(-1) == columns  # a token outside V' can only be rejected
         table = torch.stack([found.loss, accurate.float(), (columns < 0).float()], dim=1)
         sums.index_add_(0, steps, table)
         if parameters:
-            gradient = (found.gradient * weights[steps, None]).to(logits.dtype)
+            gradient = _padded((found.gradient * weights[steps, None]).to(logits.dtype))
             to_rows, *to_parameters = torch.autograd.grad(
                 logits, [rows, *parameters], gradient, allow_unused=True
             )
-            for f, slot, part in zip(flat_gradients, here, to_rows.split(counts), strict=True):
+            parts = to_rows[: len(where)].split(counts)
+            for f, slot, part in zip(flat_gradients, here, parts, strict=True):
                 f[slot] = part
             for i, part in enumerate(to_parameters):
                 gradients[i] = part if gradients[i] is None else gradients[i].add_(part)
@@ -228,6 +233,11 @@ def _chunked(
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
     shaped = [f.view_as(h) for f, h in zip(flat_gradients, hidden, strict=True)]
     return value, sums, [*shaped, *gradients]
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Zero rows behind, up to a multiple: oneDNN compiles a kernel for every new shape."""
+    return functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
 
 
 def _columns(targets: Tensor, draft_ids: Tensor | None) -> Tensor:

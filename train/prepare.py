@@ -144,6 +144,7 @@ def make_loader(
         seed=training.seed,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
+        multiple=32,  # few shapes: oneDNN compiles a kernel for every new one
     )
 
 
