@@ -41,6 +41,11 @@ def template_ids(
     return one_bos(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns as a template expects them, without our own fields."""
+    return [{k: v for k, v in m.items() if k not in OUR_FIELDS} for m in messages]
+
+
 def template_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
@@ -49,9 +54,8 @@ def template_text(
     prompt: bool,
 ) -> str:
     """What the chat template writes; with `prompt`, the generation prompt at its end."""
-    plain = [{k: v for k, v in m.items() if k not in OUR_FIELDS} for m in messages]
     return tokenizer.apply_chat_template(
-        plain, tools=tools, add_generation_prompt=prompt, tokenize=False, **(kwargs or {})
+        plain(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **(kwargs or {})
     )
 
 
@@ -117,10 +121,7 @@ def _marked(
     kwargs: dict[str, Any],
 ) -> tuple[list[int], list[int]]:
     """As the template's generation marks say, with the end of turn they may leave out."""
-    messages = [
-        {k: v for k, v in m.items() if k not in OUR_FIELDS}
-        for m in conversation.messages[: index + 1]
-    ]
+    messages = plain(conversation.messages[: index + 1])
     encoded = tokenizer.apply_chat_template(
         messages,
         tools=conversation.tools,

@@ -8,7 +8,7 @@ and writes report.json, report.md and acceptance.png.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -355,7 +355,7 @@ def run(settings: Acceptance) -> None:
         "verifier": {"name": name, "fingerprint": verifier.fingerprint()},
         "runs": runs,
         "speed": speed(timed, settings.speed_draft_lengths),
-        "provenance": report.provenance(settings, time.monotonic() - began),
+        "provenance": report.provenance(asdict(settings)) | {"seconds": time.monotonic() - began},
     }
     report.print_speed(result["speed"])
     report.write(result, out)

@@ -8,23 +8,21 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("headstart", "torch", "transformers", "datasets", "accelerate")
 
 
-def provenance(settings: Any, seconds: float) -> dict[str, Any]:
-    """Where a result comes from: command, commit, versions, resolved settings, time."""
+def provenance(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Where a result comes from: command, commit (None outside a clone), versions, recipe, time."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "commit": commit(),
         "versions": versions | {"python": platform.python_version()},
-        "recipe": asdict(settings),
+        "recipe": recipe,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": seconds,
     }
 
 

@@ -352,8 +352,3 @@ def first_line(error: Exception) -> str:
     """The first sentence-like line of a library's error, for our own one-line errors."""
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def read_config(path: Path) -> dict:
-    """`config.json` of a checkpoint folder."""
-    return json.loads((path / "config.json").read_text())

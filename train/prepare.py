@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from headstart.models import drafter as drafters
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
-from headstart.models.verifier import Verifier, read_config
+from headstart.models.verifier import Verifier
 from headstart.train.loop import TrainingConfig
 
 
@@ -116,7 +115,7 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
 def initial_drafter(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
     """A trained drafter to start from, perhaps another verifier's."""
     drafter = drafters.load(folder, verifier, allow_verifier=True)
-    made_for = read_config(Path(folder))["headstart"]
+    made_for = drafters.read_config(folder)["headstart"]
     if made_for["fingerprint"] != verifier.fingerprint():
         warnings.warn(
             f"init_from: {folder} was trained for {made_for['verifier']}, which is not this "

@@ -3,13 +3,10 @@
 import importlib.metadata
 import importlib.util
 import json
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from headstart.eval.report import PACKAGES, commit
+from headstart.eval.report import provenance
 
 
 @dataclass
@@ -30,18 +27,6 @@ class TrackingConfig:
     """Project on wandb; default: no wandb."""
     wandb_offline: bool = False
     """Keep wandb's files in output_dir for a later `wandb sync`."""
-
-
-def provenance(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Where a result comes from: command, commit (None outside a clone), versions, recipe, time."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": commit(),
-        "versions": versions | {"python": platform.python_version()},
-        "recipe": recipe,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def on_disk(method: Callable) -> Callable:
