@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -71,6 +72,28 @@ def arguments(argv: list[str]) -> list[str]:
             word = str(shipped) if shipped.exists() else word
         words.append(word)
     return words
+
+
+def options(text: str, config_class: type[Settings]) -> Settings:
+    """`name:key=3,other=4` as the config of integers that it names; what is not said has its
+    default.
+
+    Raises:
+        ValueError: an unknown key, or a value that is no integer.
+    """
+    name, _, given = text.partition(":")
+    known = [field.name for field in fields(config_class)]
+    values = {}
+    for part in filter(None, given.split(",")):
+        key, _, value = part.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in known or not re.fullmatch(r"\s*-?\d+\s*", value):
+            raise ValueError(
+                f"{text!r}: {part!r} is not understood; {name} takes whole numbers for "
+                f"{', '.join(known)}, such as {name}:{known[0]}=4"
+            )
+        values[key] = int(value)
+    return config_class(**values)
 
 
 def _one_line(error: Exception) -> str:

@@ -256,6 +256,7 @@ class Featurizer:
         dtype: states are rounded to it and kept in it; as computed when not given. bfloat16 takes
             half of float32's memory.
         autocast_dtype: run the verifier under autocast; the caller's own setting when not given.
+        alone: run documents one by one; on a CPU when not given.
     """
 
     def __init__(
@@ -268,11 +269,12 @@ class Featurizer:
         memory_limit: int | None = None,
         dtype: torch.dtype | None = None,
         autocast_dtype: torch.dtype | None = None,
+        alone: bool | None = None,
         verbose: bool = True,
     ):
         self.verifier, self.layers = verifier, layers
         self.dtype, self.autocast_dtype = dtype, autocast_dtype
-        self.alone = verifier.device.type == "cpu"
+        self.alone = verifier.device.type == "cpu" if alone is None else alone
         width = (len(layers) + 1) * verifier.hidden_size
         self.bytes_needed = num_tokens * width * (dtype or verifier.dtype).itemsize
         if memory_limit is None:

@@ -11,20 +11,19 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from headstart.data import render
 from headstart.data.collate import Featurizer
 from headstart.data.render import Row
-from headstart.eval import report
-from headstart.eval.losslessness import compare
+from headstart.eval import report, trial
+from headstart.eval.losslessness import judge
 from headstart.eval.measures import Counts, summarise
-from headstart.eval.replay import replay_rows
-from headstart.eval.speculate import Generated, Timer, generate
-from headstart.eval.speedup import predicted_speedup
-from headstart.models import drafter as drafters
-from headstart.models.drafter import Drafting, TrainableDrafter
+from headstart.eval.replay import rank_acceptance, replay_rows
+from headstart.eval.trial import Decoded, by_category, pick, prompt_of
+from headstart.models import loading, trees
+from headstart.models.drafter import Drafter, Drafting, TrainableDrafter, fingerprint
+from headstart.models.loading import load_pair
 from headstart.models.sampling import Sampling
+from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
 
 
@@ -45,17 +44,26 @@ class RunSettings:
         if self.drafting not in ("greedy", "sampled"):
             raise ValueError(f"drafting must be greedy or sampled, got {self.drafting!r}")
 
+    @property
+    def law(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def drafts(self) -> Drafting:
+        return Drafting(self.drafting == "sampled", self.law)
+
 
 @dataclass
 class Acceptance:
     """Settings of a report."""
 
     drafter: str
-    """Folder of a checkpoint, such as outputs/quickstart/best."""
+    """A checkpoint's folder, prompt-lookup, lookahead, layers:0-5, or a model with the verifier's
+    tokenizer."""
     out: str
     """Folder for report.json, report.md and acceptance.png."""
     verifier: str | None = None
-    """Default: the verifier the drafter was trained for."""
+    """Default: the verifier the drafter was trained for; needed for any other drafter."""
     allow_verifier: bool = False
     """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
     runs: list[RunSettings] = field(
@@ -65,11 +73,16 @@ class Acceptance:
         ]
     )
     draft_length: int = 4
-    """K, of replay and decoding."""
+    """K, of replay and decoding with a chain."""
+    tree: str | None = None
+    """Measure a tree too: dynamic:depth=5,top_k=10,total=60; static:4x2x2 or static:paths.json;
+    or optimal:60, the best tree of so many nodes for this drafter."""
     decode_prompts: int = 24
     """Prompts decoded for real, dealt evenly over the categories; 0: all."""
     speed_prompts: int = 12
     """Of these, timed with and without drafts, interleaved, one at a time."""
+    speed_max_new_tokens: int = 32
+    """Longest answer while timing."""
     speed_draft_lengths: tuple[int, ...] = (1, 2, 4)
     max_new_tokens: int = 64
     """Longest decoded answer."""
@@ -85,7 +98,7 @@ class Acceptance:
         lengths = (self.draft_length, *self.speed_draft_lengths)
         if min(lengths) < 1:
             raise ValueError(f"draft lengths must be 1 or more, got {min(lengths)}")
-        for name in ("max_new_tokens", "max_length", "batch_size"):
+        for name in ("max_new_tokens", "speed_max_new_tokens", "max_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("decode_prompts", "speed_prompts"):
@@ -93,25 +106,8 @@ class Acceptance:
                 raise ValueError(f"{name} must be 0 (all) or more, got {getattr(self, name)}")
         if not self.runs:
             raise ValueError("runs must name at least one law to measure under")
-
-
-def pick(rows: list[Row], count: int) -> list[Row]:
-    """`count` rows dealt evenly over the categories, in file order; 0: all."""
-    if count == 0 or count >= len(rows):
-        return rows
-    by_category: dict[str, list[Row]] = {}
-    for row in rows:
-        by_category.setdefault(row.category, []).append(row)
-    dealt: list[Row] = []
-    for turn in range(count):
-        dealt += [group[turn] for group in by_category.values() if turn < len(group)]
-    chosen = {id(row) for row in dealt[:count]}
-    return [row for row in rows if id(row) in chosen]
-
-
-def prompt_of(row: Row) -> list[int]:
-    """The ids before the first answer of a row."""
-    return row.input_ids[: next(i for i, turn in enumerate(row.loss_mask) if turn)]
+        if self.tree is not None and trees.optimal_budget(self.tree) is None:
+            trees.parse(self.tree)
 
 
 def timed_replay(
@@ -123,65 +119,10 @@ def timed_replay(
 ) -> tuple[list[Counts], float]:
     """Counts of the rows, and the seconds taken, verifier included."""
     began = time.monotonic()
-    sampling = Sampling(run.temperature, run.top_k, run.top_p)
-    drafting = Drafting(run.drafting == "sampled", sampling)
-    featurize = Featurizer(drafter.verifier, drafter.feature_layers)
-    length = settings.draft_length
-    counts = replay_rows(drafter, rows, featurize, length, sampling, drafting, max_new_tokens)
+    featurize = Featurizer(drafter.verifier, drafter.feature_layers, alone=False)
+    length, drafting = settings.draft_length, run.drafts
+    counts = replay_rows(drafter, rows, featurize, length, run.law, drafting, max_new_tokens)
     return counts, time.monotonic() - began
-
-
-@dataclass
-class Decoded:
-    """One prompt, decoded with a draft length (0: plainly)."""
-
-    row: Row
-    draft_length: int
-    output: Generated
-    seconds: float
-    timer: Timer
-
-
-def decode(
-    drafter: TrainableDrafter,
-    rows: list[Row],
-    run: RunSettings,
-    settings: Acceptance,
-    lengths: tuple[int, ...],
-    batch_size: int,
-) -> list[Decoded]:
-    """Decode every batch of rows with each of `lengths` in turn (interleaved, for fair timing)."""
-    sampling = Sampling(run.temperature, run.top_k, run.top_p)
-    drafting = Drafting(run.drafting == "sampled", sampling)
-    done = []
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        for length in lengths:
-            timer = Timer()
-            began = time.monotonic()
-            outputs = generate(
-                drafter.verifier,
-                drafter if length else None,
-                [prompt_of(row) for row in part],
-                draft_length=length,
-                sampling=sampling,
-                drafting=drafting,
-                max_new_tokens=settings.max_new_tokens,
-                seed=settings.seed,
-                row_ids=list(range(start, start + len(part))),
-                timer=timer,
-            )
-            seconds = time.monotonic() - began
-            done += [
-                Decoded(row, length, output, seconds / len(part), timer)
-                for row, output in zip(part, outputs, strict=True)
-            ]
-    return done
-
-
-def by_category(counts: list[Counts]) -> dict[str, Any]:
-    names = sorted({c.category for c in counts})
-    return {name: summarise([c for c in counts if c.category == name]) for name in names}
 
 
 def decoded_row(decoded: Decoded) -> Row:
@@ -216,148 +157,144 @@ def read_rows(verifier: Verifier, run: RunSettings, settings: Acceptance) -> lis
     return rows
 
 
-def measure_run(
-    drafter: TrainableDrafter, run: RunSettings, rows: list[Row], settings: Acceptance
-) -> tuple[dict[str, Any], list[Decoded]]:
-    """One entry of the report's `runs`, and everything decoded for it."""
-    verifier = drafter.verifier
+def replayed(
+    drafter: Drafter,
+    run: RunSettings,
+    rows: list[Row],
+    decoded: list[Decoded],
+    settings: Acceptance,
+) -> dict[str, Any] | None:
+    """Replay of every row and of the texts just decoded; None for lookups, which do not unroll."""
+    if not isinstance(drafter, TrainableDrafter):
+        return None
     everything, seconds = timed_replay(drafter, rows, run, settings)
-    chosen = pick(rows, settings.decode_prompts)
-    plain = [0] if run.temperature == 0 else []
-    timed = pick(chosen, settings.speed_prompts) if run is settings.runs[0] else []
-    lengths = tuple(dict.fromkeys([0, settings.draft_length, *settings.speed_draft_lengths]))
-    decode(drafter, chosen[:1], run, settings, (0, settings.draft_length), 1)  # warm up
-    done = decode(drafter, timed, run, settings, lengths, 1)
-    others = [row for row in chosen if id(row) not in {id(r) for r in timed}]
-    rest = (*plain, settings.draft_length)
-    done += decode(drafter, others, run, settings, rest, settings.batch_size)
-    drafted = [d for d in done if d.draft_length == settings.draft_length]
-    counts = [d.output.counts(d.row.id, d.row.category) for d in drafted]
-    again = [decoded_row(d) for d in drafted]
-    limit = settings.max_new_tokens
-    same, same_seconds = timed_replay(drafter, again, run, settings, limit)
-    entry = {
-        "settings": {
-            "draft_length": settings.draft_length,
-            "shape": "chain",
-            "temperature": run.temperature,
-            "top_p": run.top_p,
-            "top_k": run.top_k,
-            "drafting": run.drafting,
-            "batch_size": settings.batch_size,
-            "max_new_tokens": settings.max_new_tokens,
-            "seed": settings.seed,
-            "dtype": settings.dtype,
-            "device": settings.device,
-            "data": run.data,
-        },
-        "overall": summarise(counts),
-        "categories": by_category(counts),
-        "lossless": lossless(verifier, done, settings) if run.temperature == 0 else None,
-        "replay": {
-            "same_prompts": summarise(same) | {"seconds": same_seconds},
-            "all": summarise(everything)
-            | {"seconds": seconds, "categories": by_category(everything)},
-        },
-        "decoding_seconds": sum(d.seconds for d in drafted),
-    }
-    return entry, [d for d in done if id(d.row) in {id(r) for r in timed}]
-
-
-def lossless(verifier: Verifier, done: list[Decoded], settings: Acceptance) -> dict[str, Any]:
-    """Each prompt's text with drafts against its text without, decoded in the same run."""
-    plain = {id(d.row): d.output.tokens for d in done if d.draft_length == 0}
-    drafted = [d for d in done if d.draft_length == settings.draft_length]
-    verdicts = [
-        compare(verifier, prompt_of(d.row), plain[id(d.row)], d.output.tokens) for d in drafted
-    ]
+    again = [decoded_row(d) for d in decoded]
+    same, same_seconds = timed_replay(drafter, again, run, settings, settings.max_new_tokens)
     return {
-        "identical": verdicts.count("identical"),
-        "ties": verdicts.count("tie"),
-        "different": verdicts.count("different"),
-        "prompts": len(drafted),
+        "same_prompts": summarise(same) | {"seconds": same_seconds},
+        "all": summarise(everything) | {"seconds": seconds, "categories": by_category(everything)},
     }
 
 
-def speed(timed: list[Decoded], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Speedup of each draft length, measured and predicted.
-
-    The measured one is total time without / with drafts over the same prompts, its interval by
-    bootstrap over prompts. A prediction needs c and v_N, which come from the same runs' timers.
-    """
-    plain = {id(d.row): d for d in timed if d.draft_length == 0}
-    passes = sum(d.timer.rounds for d in plain.values())
-    if not passes:  # nothing was timed, or every answer ended in prefill
-        return []
-    pass_seconds = sum(d.timer.verification for d in plain.values()) / passes
+def measure_run(
+    verifier: Verifier,
+    drafter: Drafter,
+    run: RunSettings,
+    rows: list[Row],
+    shapes: list[Shape],
+    settings: Acceptance,
+) -> list[dict[str, Any]]:
+    """Entries of the report's `runs` for one law: of the chain, and of the tree if there is one."""
+    chosen = pick(rows, settings.decode_prompts)
+    greedy = run.temperature == 0
+    limit, size = settings.max_new_tokens, settings.batch_size
+    plain: list[Shape | None] = [None] if greedy else []
+    done = trial.decode(
+        verifier, drafter, chosen, plain + shapes, run.law, run.drafts, limit, size, settings.seed
+    )
     entries = []
-    for length in lengths:
-        drafted = [d for d in timed if d.draft_length == length]
-        without = torch.tensor([plain[id(d.row)].seconds for d in drafted])
-        seconds = torch.tensor([d.seconds for d in drafted])
-        generator = torch.Generator().manual_seed(0)
-        sample = torch.randint(len(drafted), (1000, len(drafted)), generator=generator)
-        resampled = without[sample].sum(1) / seconds[sample].sum(1)
-        rounds = sum(d.timer.rounds for d in drafted)
-        steps = sum(sum(d.output.drafted) for d in drafted)
-        drafting = sum(d.timer.proposal + d.timer.upkeep for d in drafted)
-        cost_ratio = drafting / max(steps, 1) / pass_seconds
-        verification = sum(d.timer.verification for d in drafted) / max(rounds, 1)
-        overhead = verification / pass_seconds - 1
-        measures = summarise([d.output.counts(d.row.id) for d in drafted])
-        alpha = measures["acceptance_rate"]["value"] or 0.0
+    for shape in shapes:
+        decoded = [d for d in done if d.name == shape.name]
+        counts = [d.counts() for d in decoded]
+        sampled = trial.drafting_for(shape, run.drafts).sampled
         entries.append(
             {
-                "draft_length": length,
-                "measured": float(without.sum() / seconds.sum()),
-                "low": float(resampled.quantile(0.025)) if len(drafted) > 1 else None,
-                "high": float(resampled.quantile(0.975)) if len(drafted) > 1 else None,
-                "median": float((without / seconds).median()),
-                "predicted": predicted_speedup(alpha, length, cost_ratio, overhead),
-                "cost_ratio": cost_ratio,
-                "verify_overhead": overhead,
-                "acceptance_length": measures["acceptance_length"]["value"],
-                "categories": {
-                    name: float(
-                        sum(plain[id(d.row)].seconds for d in drafted if d.row.category == name)
-                        / sum(d.seconds for d in drafted if d.row.category == name)
-                    )
-                    for name in sorted({d.row.category for d in drafted})
+                "settings": {
+                    "draft_length": shape.depth,
+                    "shape": shape.name if shape.branches else "chain",
+                    "temperature": run.temperature,
+                    "top_p": run.top_p,
+                    "top_k": run.top_k,
+                    "drafting": "sampled" if sampled else "greedy",
+                    "batch_size": size,
+                    "max_new_tokens": limit,
+                    "seed": settings.seed,
+                    "dtype": settings.dtype,
+                    "device": settings.device,
+                    "data": run.data,
                 },
+                "overall": summarise(counts),
+                "categories": by_category(counts),
+                "lossless": judge(verifier, done, shape) if greedy else None,
+                "replay": None
+                if shape.branches
+                else replayed(drafter, run, rows, decoded, settings),
+                "decoding_seconds": sum(d.seconds for d in decoded),
             }
         )
     return entries
 
 
+def measure_speed(
+    verifier: Verifier, drafter: Drafter, rows: list[Row], tree: list[Shape], settings: Acceptance
+) -> list[dict[str, Any]]:
+    """Entries of the report's `speed`, under the first run's law."""
+    run = settings.runs[0]
+    shapes = [*map(trees.chain, settings.speed_draft_lengths), *tree]
+    timed = pick(pick(rows, settings.decode_prompts), settings.speed_prompts)
+    if not shapes or not timed:
+        return []
+    drafts = (run.law, run.drafts, settings.speed_max_new_tokens, 1, settings.seed)
+    trial.decode(verifier, drafter, timed[:1], [None, *shapes], *drafts)  # warm up
+    return trial.speed(trial.decode(verifier, drafter, timed, [None, *shapes], *drafts), shapes)
+
+
+def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> list[Shape]:
+    """The tree asked for, if any; an optimal one is fitted to the first run's answers.
+
+    Raises:
+        ValueError: a tree that cannot be read, or an optimal one for a drafter without replay.
+    """
+    if settings.tree is None:
+        return []
+    budget = trees.optimal_budget(settings.tree)
+    if budget is None:
+        return [trees.parse(settings.tree)]
+    if not isinstance(drafter, TrainableDrafter):
+        raise ValueError(
+            f"tree: {settings.tree} needs acceptance by rank, which {settings.drafter} cannot tell "
+            "without decoding; pass a dynamic or static tree"
+        )
+    featurize = Featurizer(drafter.verifier, drafter.feature_layers, alone=False)
+    by_rank = rank_acceptance(drafter, rows[0], featurize, *trees.OPTIMAL_BOUNDS)
+    return [trees.optimal(budget, by_rank)]
+
+
 def run(settings: Acceptance) -> None:
     """Measure, print, and write the report."""
     out = report.folder(settings.out)  # before anything is measured that could not be written
-    config = drafters.read_config(settings.drafter)
-    name = settings.verifier or config["headstart"]["verifier"]
-    verifier = Verifier.load(name, settings.dtype, settings.device)
-    drafter = drafters.load(settings.drafter, verifier, settings.allow_verifier).eval()
+    verifier, drafter = load_pair(
+        settings.verifier,
+        settings.drafter,
+        settings.dtype,
+        settings.device,
+        settings.allow_verifier,
+    )
+    trainable = isinstance(drafter, TrainableDrafter)
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
+    tree = tree_of(drafter, settings, rows)
     began = time.monotonic()
-    runs, timed = [], []
+    runs = []
     for one, read in zip(settings.runs, rows, strict=True):
-        entry, decoded = measure_run(drafter, one, read, settings)
-        runs.append(entry)
-        timed += decoded
-        report.print_run(entry)
+        shapes = [trees.chain(settings.draft_length), *tree]
+        entries = measure_run(verifier, drafter, one, read, shapes, settings)
+        runs += entries
+        report.print_law(entries)
+    speed = measure_speed(verifier, drafter, rows[0], tree, settings)
     result = {
         "schema": 1,
         "drafter": {
-            "type": config["headstart"]["type"],
+            "type": loading.kind_of(drafter),
             "path": settings.drafter,
-            "parameters": sum(p.numel() for p in drafter.parameters()),
-            "fingerprint": drafters.fingerprint(drafter),
+            "parameters": sum(p.numel() for p in drafter.parameters()) if trainable else 0,
+            "fingerprint": fingerprint(drafter) if trainable else None,
         },
-        "verifier": {"name": name, "fingerprint": verifier.fingerprint()},
+        "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint()},
         "runs": runs,
-        "speed": speed(timed, settings.speed_draft_lengths),
+        "speed": speed,
         "provenance": report.provenance(asdict(settings)) | {"seconds": time.monotonic() - began},
     }
-    report.print_speed(result["speed"])
+    report.print_speed(speed)
     report.write(result, out)
     print(f"wrote {out}/report.json, report.md, acceptance.png")
 

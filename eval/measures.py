@@ -27,6 +27,18 @@ class Counts:
     examined: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
 
+    def acceptance_rate(self, k: int | None = None) -> float | None:
+        """Accepted / examined at position k, from 1 on (conditional acceptance); over all positions
+        when not given. None where nothing was examined.
+
+        Raises:
+            ValueError: a position that was never drafted.
+        """
+        if k is not None and not 1 <= k <= len(self.examined):
+            raise ValueError(f"k must be a position in 1 … {len(self.examined)}, got {k}")
+        chosen = slice(None) if k is None else slice(k - 1, k)
+        return _number(_ratio(sum(self.accepted[chosen]), sum(self.examined[chosen])))
+
 
 def summarise(counts: list[Counts], seed: int = 0, resamples: int = 1000) -> dict[str, Any]:
     """The measures of `counts`, with 95 % intervals by bootstrap over prompts.

@@ -8,8 +8,7 @@ provided the texts were written at the temperature, top-k and top-p of `sampling
 Legend: B rows, T slots, K draft length.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from headstart.data.collate import by_length, collate
 from headstart.data.render import Row
 from headstart.eval.measures import Counts
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter, supervised
 from headstart.models.sampling import Sampling
 
 _CHUNK = 512  # positions whose logits are held at once
@@ -54,10 +53,7 @@ def acceptance_table(
             row, slot = part.T
             token = ids[row, slot + s + 2]
             logits = drafter.logits(hidden[row, slot]).float()
-            column, inside = token, torch.ones_like(token, dtype=torch.bool)
-            if draft_ids is not None:
-                column = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
-                inside = draft_ids[column] == token
+            column, inside = _columns(draft_ids, token)
             if drafting.sampled:
                 p = drafting.sampling.prob(logits, column)
                 accepted = (p / q[row, slot + s + 2].clamp(min=1e-30)).clamp(max=1)
@@ -65,6 +61,47 @@ def acceptance_table(
                 accepted = (logits.argmax(-1) == column).double()
             table[row, slot, s] = accepted * inside
     return table
+
+
+def _columns(draft_ids: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The draft-vocabulary column of each verifier id, and whether it has one."""
+    if draft_ids is None:
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    columns = torch.searchsorted(draft_ids, tokens).clamp(max=len(draft_ids) - 1)
+    return columns, draft_ids[columns] == tokens
+
+
+@torch.no_grad()
+def rank_acceptance(
+    drafter: TrainableDrafter,
+    rows: list[Row],
+    featurize: Callable[[Batch], Batch],
+    depth: int,
+    ranks: int,
+) -> Tensor:
+    """How often the drafter's choice number r is the text's token, by depth: `[depth, ranks]`.
+
+    At depth d > 1 of those drafts whose predecessors were among the first `ranks` choices: no tree
+    of so many choices goes on from the others.
+    """
+    right = torch.zeros(depth, ranks, dtype=torch.double)
+    asked = torch.zeros(depth, dtype=torch.double)
+    for _, batch in _batches(rows, featurize):
+        ids = batch["input_ids"]
+        alive = torch.ones_like(ids, dtype=torch.bool)
+        for s, hidden in enumerate(drafter.unroll(batch, depth)):
+            reached = torch.zeros_like(alive)
+            for part in (supervised(batch, s) & alive).nonzero().split(_CHUNK):
+                row, slot = part.T
+                column, inside = _columns(drafter.draft_ids, ids[row, slot + s + 2])
+                logits = drafter.logits(hidden[row, slot]).float()
+                rank = (logits > logits.gather(1, column[:, None])).sum(1)
+                rank = rank.masked_fill(~inside, ranks).clamp(max=ranks)
+                reached[row, slot] = rank < ranks
+                right[s] += rank.bincount(minlength=ranks + 1)[:ranks].cpu()
+                asked[s] += len(rank)
+            alive = reached
+    return right / asked.clamp(min=1)[:, None]
 
 
 def count_turn(
@@ -172,15 +209,21 @@ def replay_rows(
     max_new_tokens: int | None = None,
 ) -> list[Counts]:
     """`replay` of rendered rows, in padded batches of like length; counts carry the rows' names."""
-    groups = by_length([len(row.input_ids) for row in rows], _BATCH_TOKENS)
-    batches = (
-        featurize(collate(part, max(len(row.input_ids) for row in part), packed=False))
-        for part in ([rows[i] for i in group] for group in groups)
-    )
-    found = replay(drafter, batches, draft_length, sampling, drafting, max_new_tokens)
     counts = []
-    for i, of_row in zip(chain.from_iterable(groups), found, strict=True):
-        for count in of_row:
-            count.id, count.category = rows[i].id, rows[i].category
-            counts.append(count)
+    for group, batch in _batches(rows, featurize):
+        found = replay(drafter, [batch], draft_length, sampling, drafting, max_new_tokens)
+        for row, of_row in zip(group, found, strict=True):
+            for count in of_row:
+                count.id, count.category = row.id, row.category
+                counts.append(count)
     return counts
+
+
+def _batches(
+    rows: list[Row], featurize: Callable[[Batch], Batch]
+) -> Iterator[tuple[list[Row], Batch]]:
+    """Padded, featurized batches of rows of like length, and the rows in each."""
+    for group in by_length([len(row.input_ids) for row in rows], _BATCH_TOKENS):
+        part = [rows[i] for i in group]
+        width = max(len(row.input_ids) for row in part)
+        yield part, featurize(collate(part, width, packed=False))

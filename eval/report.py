@@ -99,7 +99,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def run_title(entry: dict[str, Any]) -> str:
+def law_title(entry: dict[str, Any]) -> str:
     s = entry["settings"]
     law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
     if s["top_k"]:
@@ -110,31 +110,54 @@ def run_title(entry: dict[str, Any]) -> str:
     return f"T = {s['temperature']:g} ({law}, {drafts}), chain of K = {s['draft_length']}"
 
 
-def run_table(entry: dict[str, Any]) -> str:
-    """One run: replay over everything by category, then decoding."""
+def laws(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The entries by law: each chain, with the tree that was measured under the same."""
+    grouped: list[list[dict[str, Any]]] = []
+    for entry in runs:
+        if entry["settings"]["shape"] == "chain":
+            grouped.append([])
+        grouped[-1].append(entry)
+    return grouped
+
+
+def law_table(entries: list[dict[str, Any]]) -> str:
+    """One law: replay over everything by category, then decoding; the tree's figures apart."""
+    chain, *trees = entries
     header = ["measured on", "prompts", "τ acceptance length", "α acceptance rate", "efficiency"]
-    everything = entry["replay"]["all"]
-    categories = everything["categories"]
-    named = [(f"replay, {name}", m) for name, m in categories.items() if len(categories) > 1]
-    named.append(("replay, all", everything))
-    if entry["overall"] is not None:
-        named.append(("replay, decoded prompts", entry["replay"]["same_prompts"]))
-        named.append(("decoding, same prompts", entry["overall"]))
-    rows = [
-        [
-            name,
-            str(m["prompts"]),
-            interval(m["acceptance_length"]),
-            interval(m["acceptance_rate"]),
-            number(m["draft_efficiency"]),
-        ]
-        for name, m in named
-    ]
-    return table(header, rows)
+    header += ["τ tree", "efficiency tree"] * len(trees)
+    rows = []
+    replay = chain["replay"]
+    if replay is not None:
+        categories = replay["all"]["categories"]
+        named = [(f"replay, {name}", m) for name, m in categories.items() if len(categories) > 1]
+        named += [("replay, all", replay["all"])]
+        named += [("replay, decoded prompts", replay["same_prompts"])]
+        rows += [(name, m, [None] * len(trees)) for name, m in named]
+    elif len(chain["categories"]) > 1:
+        for name, m in chain["categories"].items():
+            rows.append((f"decoding, {name}", m, [t["categories"][name] for t in trees]))
+    label = "decoding, all" if replay is None else "decoding, same prompts"
+    rows.append((label, chain["overall"], [t["overall"] for t in trees]))
+    cells = []
+    for name, m, others in rows:
+        row = [name, str(m["prompts"]), interval(m["acceptance_length"])]
+        row += [interval(m["acceptance_rate"]), number(m["draft_efficiency"])]
+        for other in others:
+            if other is None:
+                row += ["–", "–"]
+            else:
+                row += [interval(other["acceptance_length"]), number(other["draft_efficiency"])]
+        cells.append(row)
+    return table(header, cells)
+
+
+def measured(entry: dict[str, Any]) -> dict[str, Any]:
+    """The widest measures of an entry: replay over all prompts, else decoding."""
+    return entry["overall"] if entry["replay"] is None else entry["replay"]["all"]
 
 
 def position_table(entry: dict[str, Any]) -> str:
-    everything = entry["replay"]["all"]
+    everything = measured(entry)
     header = ["position", *(str(i + 1) for i in range(len(everything["conditional"])))]
     rows = [
         [f"{name} acceptance", *map(number, everything[name])] for name in ("conditional", "joint")
@@ -158,6 +181,8 @@ def lossless_line(entry: dict[str, Any]) -> str:
 
 
 def seconds_line(entry: dict[str, Any]) -> str:
+    if entry["replay"] is None:
+        return "Lookups have no replay: everything here was decoded."
     same = entry["replay"]["same_prompts"]["seconds"]
     return (
         f"Replay of the decoded prompts took 1/{entry['decoding_seconds'] / max(same, 1e-9):.1f} "
@@ -166,10 +191,10 @@ def seconds_line(entry: dict[str, Any]) -> str:
 
 
 def speed_table(speed: list[dict[str, Any]]) -> str:
-    header = ["K", "speedup [95 %]", "median", "predicted", "c", "v_K", "τ"]
+    header = ["drafts", "speedup [95 %]", "median", "predicted", "c", "v", "τ"]
     rows = [
         [
-            str(s["draft_length"]),
+            speed_name(s),
             f"{s['measured']:.2f} [{number(s['low'], 2)}, {number(s['high'], 2)}]",
             number(s["median"], 2),
             number(s["predicted"], 2),
@@ -182,18 +207,36 @@ def speed_table(speed: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
+def speed_name(entry: dict[str, Any]) -> str:
+    return f"K = {entry['draft_length']}" if entry["shape"] == "chain" else entry["shape"]
+
+
 def best_line(speed: list[dict[str, Any]]) -> str:
+    """The best setting, and where drafting pays."""
     best = max(speed, key=lambda s: s["measured"])
-    return f"Best: K = {best['draft_length']}, {best['measured']:.2f} × plain decoding."
+    line = f"Best: {speed_name(best)}, {best['measured']:.2f} × plain decoding"
+    if len(best["categories"]) > 1:
+        pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v > 1]
+        costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v <= 1]
+        line += f"; pays on {', '.join(pays) or 'none'}; does not on {', '.join(costs) or 'none'}"
+    return line + "."
 
 
-def run_text(entry: dict[str, Any]) -> str:
-    parts = [run_table(entry), position_table(entry), lossless_line(entry), seconds_line(entry)]
-    return "\n\n".join(parts)
+def law_text(entries: list[dict[str, Any]]) -> str:
+    chain, *trees = entries
+    parts = [law_table(entries), position_table(chain)]
+    for entry in trees:
+        s = entry["settings"]
+        parts.append(f"Tree {s['shape']}, {s['drafting']} drafts, by depth:")
+        parts.append(position_table(entry))
+    for entry in entries:
+        name = "" if entry is chain else f"Tree {entry['settings']['shape']}: "
+        parts.append(name + lossless_line(entry))
+    return "\n\n".join([*parts, seconds_line(chain)])
 
 
-def print_run(entry: dict[str, Any]) -> None:
-    print(f"\n{run_title(entry)}\n\n{run_text(entry)}", flush=True)
+def print_law(entries: list[dict[str, Any]]) -> None:
+    print(f"\n{law_title(entries[0])}\n\n{law_text(entries)}", flush=True)
 
 
 def print_speed(speed: list[dict[str, Any]]) -> None:
@@ -209,8 +252,8 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
         f"{drafter['type']} drafter, {drafter['parameters']:,} parameters, for {verifier['name']} "
         f"(fingerprint {verifier['fingerprint']}).",
     ]
-    for entry in result["runs"]:
-        parts += [f"## {run_title(entry)}", run_text(entry)]
+    for entries in laws(result["runs"]):
+        parts += [f"## {law_title(entries[0])}", law_text(entries)]
     if result["speed"]:
         parts += ["## Speed, batch 1", speed_table(result["speed"]), best_line(result["speed"])]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
@@ -234,11 +277,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3 if speed else 2, figsize=(14 if speed else 10, 4.2))
     shift = 0.8 / len(runs)
     for i, entry in enumerate(runs):
-        everything = entry["replay"]["all"]
+        everything, shape = measured(entry), entry["settings"]["shape"]
         label = f"T = {entry['settings']['temperature']:g}"
+        label += "" if shape == "chain" else f", {shape.partition(':')[0]} tree"
         places = range(1, len(everything["conditional"]) + 1)
         axes[0].plot(places, everything["conditional"], "o-", label=label)
-        named = [*everything["categories"].items(), ("all", everything)]
+        categories = everything.get("categories", entry["categories"])
+        named = [*categories.items(), ("all", everything)]
         lengths = [m["acceptance_length"] for _, m in named]
         values = [m["value"] or 1.0 for m in lengths]
         # of few prompts, a bootstrap interval need not hold the value
@@ -247,9 +292,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         at = [k + i * shift for k in range(len(named))]
         axes[1].bar(at, values, shift, yerr=[below, above], capsize=2, label=label)
         axes[1].set_xticks(range(len(named)), [n for n, _ in named], rotation=40, ha="right")
-    axes[0].set(title="α by position (replay)", xlabel="draft position", ylim=(0, 1))
-    axes[0].set_xticks(range(1, len(runs[0]["replay"]["all"]["conditional"]) + 1))
-    axes[1].set(title=f"τ by category (replay, K = {runs[0]['settings']['draft_length']})")
+    source = "decoding" if runs[0]["replay"] is None else "chains by replay"
+    axes[0].set(title=f"α by position ({source})", xlabel="draft position", ylim=(0, 1))
+    axes[0].set_xticks(range(1, max(e["settings"]["draft_length"] for e in runs) + 1))
+    axes[1].set(title=f"τ by category ({source}, K = {runs[0]['settings']['draft_length']})")
     axes[1].set_ylim(bottom=1)
     axes[1].margins(y=0.25)  # room for the legend
     axes[0].legend()
@@ -263,7 +309,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 [k + i * width for k in range(len(names))],
                 values,
                 width,
-                label=f"K = {s['draft_length']}",
+                label=speed_name(s),
             )
             axes[2].errorbar(
                 bars[0].get_x() + width / 2,

@@ -1,33 +1,38 @@
-"""Lossless speculative decoding of a batch, with chains of drafts.
+"""Lossless speculative decoding of a batch, with chains or trees of drafts.
 
-Every round the drafter proposes up to K tokens after the pending one, the verifier looks at all
-of them in one pass, and a prefix of them is kept, chosen so that the output is distributed exactly
-as the verifier's own (Leviathan et al. 2023; Chen et al. 2023). At temperature 0 that means: equal.
-Without a drafter the same loop is plain decoding.
+Every round the drafter proposes a tree of tokens after the pending one, the verifier looks at all
+of its nodes in one pass, and a path of them is kept, chosen so that the output is distributed
+exactly as the verifier's own (Leviathan et al. 2023; Chen et al. 2023). At temperature 0 that
+means: equal. Without a drafter the same loop is plain decoding.
 
 Names: q is the verifier's law, p the drafter's (Leviathan et al. write them the other way round).
-Legend: B rows, N drafts in a round, K draft length, V verifier's vocabulary, V' the drafter's.
+Legend: B rows, N nodes of a round's proposal, D its depth, V verifier's vocabulary, V' the
+drafter's.
 """
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.eval.measures import Counts
-from headstart.models.cache import HOLE, RaggedCache
-from headstart.models.drafter import Drafter, Drafting
+from headstart.eval.rejection import KVCache, Verdict, spec_step, verify, verify_greedy
+from headstart.models.cache import HOLE
+from headstart.models.drafter import Drafter, Drafting, Proposal
 from headstart.models.sampling import RowRandom, Sampling, draw, residual
+from headstart.models.trees import ROOT, Shape, tree_attention_mask
 from headstart.models.verifier import States, Verifier
 
-
-class Verdict(NamedTuple):
-    """What one pass of the verifier says about a chain."""
-
-    accepted: Tensor  # [B] how many drafts, from the first on, are kept
-    token: Tensor  # [B] the verifier's token after them
+__all__ = [
+    "Generated",
+    "KVCache",
+    "Timer",
+    "generate",
+    "residual",
+    "spec_step",
+    "tree_attention_mask",
+]
 
 
 @dataclass
@@ -38,9 +43,11 @@ class Generated:
     """Prefill's token first; a terminator is kept."""
     rounds: int
     drafted: list[int]
-    """Drafts at position 1 … K; only those that could still have been emitted are made."""
+    """Drafts at position 1 … D, all nodes of that depth; only those that could still have been
+    emitted are made."""
     examined: list[int]
-    """Of these, looked at: up to the first rejection, and not past a terminator."""
+    """Rounds in which a position was looked at: up to the first rejection of all drafts there, and
+    not past a terminator."""
     accepted: list[int]
 
     def counts(self, id: str, category: str = "all") -> Counts:
@@ -76,90 +83,15 @@ class Timer:
         return time.perf_counter()
 
 
-def accepts(uniform: Tensor, q: Tensor, p: Tensor | float) -> Tensor:
-    """u < min(1, q/p) for a draft of probability q to the verifier and p to the drafter.
-
-    Strict, so that a token the verifier cannot emit is rejected even at u = 0.
-    """
-    return uniform * p < q
-
-
-def verify_chain(
-    q: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    uniform: Tensor,
-    p: Tensor | None = None,
-    vocabulary: Tensor | None = None,
-) -> Verdict:
-    """The rejection rule (Leviathan et al. 2023, algorithm 1), vectorised over rows.
-
-    Drafts are accepted until one fails; the token after them comes from (q − p)₊ at a rejection
-    and from q if none failed.
-
-    Args:
-        q: [B, N+1, V] the verifier's laws, warped: column i after i drafts.
-        drafts: [B, N] verifier ids.
-        lengths: [B] how many of the N are real.
-        uniform: [B, N+1] or wider, in [0, 1): the first N decide, the last column draws the token.
-        p: [B, N, V'] the laws the drafts were drawn from; None: point masses.
-        vocabulary: [V'] verifier id of each column of p; None: V' = V. p is 0 elsewhere.
-    """
-    num_drafts, width = drafts.shape[1], q.shape[-1]
-    rows = torch.arange(len(q), device=q.device)
-    if num_drafts == 0:
-        return Verdict(torch.zeros_like(lengths), draw(q[:, 0], uniform[:, -1]))
-    q_draft = q[:, :-1].gather(2, drafts[..., None])[..., 0]
-    p_draft: Tensor | float = 1.0
-    if p is not None:
-        columns = drafts if vocabulary is None else _columns(vocabulary, width)[drafts]
-        p_draft = p.gather(2, columns[..., None])[..., 0]
-    real = torch.arange(num_drafts, device=q.device) < lengths[:, None]
-    passed = accepts(uniform[:, :num_drafts], q_draft, p_draft) & real
-    accepted = passed.long().cumprod(1).sum(1)
-    law = q[rows, accepted]  # [B, V]
-    at = accepted.clamp(max=num_drafts - 1)
-    if p is None:
-        drafted = torch.zeros_like(law).scatter_(1, drafts[rows, at][:, None], 1.0)
-    elif vocabulary is None:
-        drafted = p[rows, at]
-    else:
-        drafted = torch.zeros_like(law).index_copy_(1, vocabulary, p[rows, at].to(law.dtype))
-    law = torch.where((accepted < lengths)[:, None], residual(law, drafted), law)
-    return Verdict(accepted, draw(law, uniform[:, -1]))
-
-
-def verify_greedy(best: Tensor, drafts: Tensor, lengths: Tensor) -> Verdict:
-    """The same rule at temperature 0, for any drafts: accepted while they are the argmax.
-
-    Args:
-        best: [B, N+1] argmax of the verifier's logits.
-        drafts: [B, N].
-        lengths: [B].
-    """
-    num_drafts = drafts.shape[1]
-    same = best[:, :-1] == drafts
-    same &= torch.arange(num_drafts, device=best.device) < lengths[:, None]
-    accepted = same.long().cumprod(1).sum(1)
-    return Verdict(accepted, best.gather(1, accepted[:, None])[:, 0])
-
-
-def _columns(vocabulary: Tensor, width: int) -> Tensor:
-    """Column in the draft vocabulary of each verifier id [V]; V' (out of range) where none."""
-    columns = torch.full((width,), len(vocabulary), device=vocabulary.device)
-    columns[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-    return columns
-
-
 @torch.no_grad()
 def generate(
     verifier: Verifier,
     drafter: Drafter | None,
     prompts: list[list[int]],
     *,
-    draft_length: int,
+    shape: Shape | None,
     sampling: Sampling,
-    drafting: Drafting,
+    drafting: Drafting | None,
     max_new_tokens: int,
     seed: int = 0,
     row_ids: list[int] | None = None,
@@ -168,7 +100,8 @@ def generate(
     """Continue each prompt until a terminator or `max_new_tokens`, as one batch.
 
     Args:
-        drafter: None decodes plainly; `draft_length` and `drafting` are not used then.
+        drafter: None decodes plainly; `shape` and `drafting` are not used then.
+        shape: of every round's proposal: a chain or a tree.
         sampling: the verifier's law.
         drafting: how drafts are chosen; p may have a temperature of its own.
         seed, row_ids: a row's draws depend on (seed, its row id) alone, not on its batch. Ids are
@@ -176,16 +109,16 @@ def generate(
         timer: gets the seconds of each part.
 
     Raises:
-        ValueError: a draft length or `max_new_tokens` below 1, an empty prompt, or one that with
-            its answer is longer than the verifier's context.
+        ValueError: `max_new_tokens` below 1, an empty prompt, or one that with its answer is longer
+            than the context of the verifier or the drafter.
     """
-    _check(verifier, drafter, prompts, draft_length, max_new_tokens)
+    _check(verifier, drafter, prompts, max_new_tokens)
     if timer:
         timer.start()
     device, terminators = verifier.device, set(verifier.terminator_ids)
     layers = () if drafter is None else drafter.feature_layers
-    draft_length = 0 if drafter is None else draft_length
-    outputs = [Generated([], 0, *([0] * draft_length for _ in range(3))) for _ in prompts]
+    depth = 0 if drafter is None else shape.depth
+    outputs = [Generated([], 0, *([0] * depth for _ in range(3))) for _ in prompts]
     random = RowRandom(seed, list(range(len(prompts))) if row_ids is None else row_ids)
     cache = verifier.new_cache(len(prompts))
 
@@ -226,7 +159,7 @@ def generate(
             block, counts, position, token = (t[index] for t in (block, counts, position, token))
             if drafter is not None:
                 drafter.select_rows(state, index)
-                states = _states(states, index)
+                states = States(*(None if t is None else t[index] for t in states))
         position = position + counts
         if drafter is not None:
             drafter.advance(state, block, counts, states)
@@ -237,87 +170,124 @@ def generate(
 
         number += 1
         room = [max_new_tokens - len(output.tokens) for output in active]
-        wanted = min(draft_length, max(room))
-        drafts, lengths = token.new_empty(len(token), 0), torch.zeros_like(token)
-        p = vocabulary = None
+        proposal = drafts = _nothing(token)
+        mask, depths, depth = None, None, 0
         if drafter is not None:
+            wanted = shape.cut(max(room))
             # a stream for each round: how many draws it takes may depend on the batch
             stream = random.fork(number) if drafting.sampled else random
             proposal = drafter.propose(state, wanted, drafting, stream)
-            drafts, lengths, vocabulary = proposal.tokens, proposal.lengths, proposal.vocabulary
-            if min(room) < drafts.shape[1]:
-                lengths = torch.minimum(lengths, torch.tensor(room, device=device))
-            if proposal.log_probs is not None and not sampling.greedy:
-                p = proposal.log_probs.exp()
+            mask, depths = _layout(proposal, wanted.branches)
+            within = depths <= torch.tensor(room, device=device)[:, None]
+            proposal = proposal._replace(real=proposal.real & within)
+            drafts = _drafts(proposal)
+            depth = min(wanted.depth, drafts.tokens.shape[1])
         if timer:
             timer.lap("proposal")
 
-        offsets = torch.arange(drafts.shape[1] + 1, device=device)
-        position_ids = position[:, None] + offsets
-        if len(active) > 1:
-            position_ids = position_ids.masked_fill(offsets > lengths[:, None], HOLE)
-        inputs = torch.cat([token[:, None], drafts], 1)
-        states = verifier.states(inputs, layers, position_ids=position_ids, cache=cache)
+        inputs, position_ids = token[:, None], position[:, None]
+        if proposal.tokens.shape[1]:
+            inputs = torch.cat([inputs, proposal.tokens], 1)
+            nodes = (position_ids + depths).masked_fill(~proposal.real, HOLE)
+            position_ids = torch.cat([position_ids, nodes], 1)
+        states = verifier.states(inputs, layers, position_ids=position_ids, cache=cache, mask=mask)
         logits = verifier.logits(states.last_hidden)
+        judged = logits[:, : drafts.tokens.shape[1] + 1]
         if sampling.greedy:
-            accepted, token = verify_greedy(logits.argmax(-1), drafts, lengths)
+            verdict = verify_greedy(judged.argmax(-1), drafts, depth)
         else:
-            uniform = random.uniform(draft_length + 1).to(device)
-            q = sampling.probs(logits)
-            accepted, token = verify_chain(q, drafts, lengths, uniform, p, vocabulary)
-        if drafter is not None and drafts.shape[1]:
+            uniform = random.uniform(shape.size + 1 if drafter else 1).to(device)
+            verdict = verify(sampling.probs(judged), drafts, uniform, depth)
+        path, accepted, token = verdict
+        if drafter is not None:
             drafter.observe(state, proposal, logits)
-        block = torch.cat([drafts, token[:, None]], 1)
+        # slots of this pass that are kept: the root's, then the path's
+        slots = torch.cat([torch.zeros_like(counts)[:, None], path + 1], 1)
+        block = torch.cat([inputs.gather(1, slots)[:, 1:], token[:, None]], 1)
         block = block.scatter(1, accepted[:, None], token[:, None])
         counts = accepted + 1
-        table = torch.cat([block, lengths[:, None], counts[:, None]], 1).tolist()  # the one sync
+        looked = _looked(drafts, depths, verdict, depth)
+        table = torch.cat([block, looked, counts[:, None]], 1).tolist()  # the one sync
         if timer:
             timer.lap("verification")
             timer.rounds += 1
 
-        kept = [row[-1] for row in table]
-        _cut(cache, counts, kept, len(offsets))
+        longest = max(row[-1] for row in table)
+        cache.keep_path(inputs.shape[1], slots, counts, longest)
         if drafter is not None:
-            block, states = block[:, : max(kept)], _states(states, slice(None), max(kept))
+            block, states = block[:, :longest], _along(states, slots[:, :longest])
         for output, row, most in zip(active, table, room, strict=True):
-            _record(output, row[: row[-1]], row[-2], most, terminators)
+            _record(output, row[: row[-1]], row[depth + 1 : -1], most, terminators)
+
+
+def _nothing(token: Tensor) -> Proposal:
+    """Of plain decoding: no node in any row."""
+    empty = token.new_empty(len(token), 0)
+    return Proposal(empty, empty, empty.bool(), None, None)
+
+
+def _drafts(proposal: Proposal) -> Proposal:
+    """The nodes that may be accepted."""
+    if not proposal.scratch:
+        return proposal
+    end = -proposal.scratch
+    tokens, parents, real = (t[:, :end] for t in proposal[:3])
+    return Proposal(tokens, parents, real, proposal.log_probs, proposal.vocabulary)
+
+
+def _layout(proposal: Proposal, branches: bool) -> tuple[Tensor | None, Tensor]:
+    """The pass's attention mask [B, N+1, N+1] (None for chains) and each node's depth [B, N]."""
+    if not branches and not proposal.scratch:
+        depths = torch.arange(1, proposal.tokens.shape[1] + 1, device=proposal.tokens.device)
+        return None, depths.expand_as(proposal.tokens)
+    mask = tree_attention_mask(proposal.parents)
+    return mask, mask.sum(-1)[:, 1:] - 1
+
+
+def _looked(proposal: Proposal, depths: Tensor, verdict: Verdict, depth: int) -> Tensor:
+    """How many nodes each row has at depth 1 … D, and how many depths were examined: `[B, D+1]`."""
+    root = torch.full_like(verdict.accepted[:, None], ROOT)
+    at = torch.cat([root, verdict.path], 1).gather(1, verdict.accepted[:, None])
+    more = ((proposal.parents == at) & proposal.real).any(1)
+    if depth:
+        depths = depths[:, : proposal.tokens.shape[1]]
+    levels = [((depths == d) & proposal.real).sum(1) for d in range(1, depth + 1)]
+    return torch.stack([*levels, verdict.accepted + more], 1)
 
 
 def _record(
-    output: Generated, emitted: list[int], length: int, room: int, terminators: set[int]
+    output: Generated, emitted: list[int], looked: list[int], room: int, terminators: set[int]
 ) -> None:
-    """Write down one row's round: the accepted ones of `length` drafts and the verifier's token.
+    """Write down one row's round: the accepted drafts and the verifier's token.
 
     At most `room` of them are output: where as many drafts were accepted, that token is too many.
+
+    Args:
+        looked: how many drafts there were at depth 1, 2, …, and last, how many depths were
+            examined.
     """
     accepted = len(emitted) - 1
-    examined = min(len(emitted), length)
+    *drafted, examined = looked
     stop = next((i for i, token in enumerate(emitted) if token in terminators), accepted)
     emitted = emitted[: min(stop + 1, room)]
     output.tokens += emitted
     output.rounds += 1
-    for i in range(length):
-        output.drafted[i] += 1
+    for i, number in enumerate(drafted):
+        output.drafted[i] += number
     for i in range(min(examined, len(emitted))):
         output.examined[i] += 1
     for i in range(min(accepted, len(emitted))):
         output.accepted[i] += 1
 
 
-def _cut(cache: RaggedCache, counts: Tensor, kept: list[int], width: int) -> None:
-    """Of the last `width` slots of each row keep the first `counts [B]` (`kept`, on the host)."""
-    if min(kept) == max(kept):
-        if kept[0] < width:
-            cache.truncate(cache.positions.shape[1] - width + kept[0])
-        return
-    slots = cache.positions.shape[1]
-    ends = slots - width + counts
-    cache.keep(torch.arange(slots, device=counts.device) < ends[:, None])
+def _along(states: States, slots: Tensor) -> States:
+    """The states of `slots [B, m]`."""
 
+    def along(tensor: Tensor) -> Tensor:
+        return tensor.gather(1, slots[..., None].expand(-1, -1, tensor.shape[-1]))
 
-def _states(states: States, rows: Tensor | slice, width: int | None = None) -> States:
-    features = None if states.features is None else states.features[rows, :width]
-    return States(features, states.last_hidden[rows, :width])
+    features = None if states.features is None else along(states.features)
+    return States(features, along(states.last_hidden))
 
 
 def _pad(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -333,13 +303,8 @@ def _check(
     verifier: Verifier,
     drafter: Drafter | None,
     prompts: list[list[int]],
-    draft_length: int,
     max_new_tokens: int,
 ) -> None:
-    if drafter is not None and draft_length < 1:
-        raise ValueError(
-            f"draft_length must be 1 or more, got {draft_length}; to decode plainly pass no drafter"
-        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
     if not prompts:
@@ -347,9 +312,13 @@ def _check(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} is empty; a continuation needs at least one token")
-        if len(prompt) + max_new_tokens > verifier.context_length:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens {max_new_tokens} "
-                f"that is more than the context of {verifier.name!r}, {verifier.context_length}; "
-                "shorten the prompt or lower max_new_tokens"
-            )
+        limits = {repr(verifier.name): verifier.context_length}
+        if drafter is not None and drafter.context_length is not None:
+            limits["the drafter"] = drafter.context_length
+        for name, limit in limits.items():
+            if len(prompt) + max_new_tokens > limit:
+                raise ValueError(
+                    f"prompt {number} has {len(prompt)} tokens; with max_new_tokens "
+                    f"{max_new_tokens} that is more than the context of {name}, {limit}; shorten "
+                    "the prompt or lower max_new_tokens"
+                )

@@ -47,6 +47,16 @@ class _BufferedLayer(DynamicLayer):
         self.keys = self.keys[:, :, :num_slots]
         self.values = self.values[:, :, :num_slots]
 
+    def move(self, slots: Tensor, first: int) -> None:
+        """Copy `slots [B, m]` to the places from `first` on."""
+        for held in (self.keys, self.values):
+            index = slots[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
+            held[:, :, first : first + slots.shape[1]] = held.gather(2, index)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self._key_buffer = self._value_buffer = None
+
     def gather(self, rows: Tensor, slots: Tensor) -> None:
         """Keep `slots [B', S']` of `rows [B']`."""
         for name in ("keys", "values"):
@@ -83,6 +93,30 @@ class RaggedCache(DynamicCache):
             if layer.is_initialized:
                 layer.truncate(num_slots)
 
+    def keep_path(self, width: int, path: Tensor, counts: Tensor, longest: int) -> None:
+        """Of the last `width` slots of each row keep some, in order, and forget the others.
+
+        Args:
+            path: [B, m] which, numbered within the width; ascending in the first `counts` of each
+                row. A chain's path is 0, 1, 2, …
+            counts: [B] how many.
+            longest: the largest count, m or less; `counts` need not be read for it.
+        """
+        first = self.positions.shape[1] - width
+        order = torch.arange(longest, device=path.device)
+        kept = order < counts[:, None]
+        path = torch.where(kept, path[:, :longest], order)
+        if bool((path != order).any()):
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.move(first + path, first)
+        positions = self.positions[:, first:].gather(1, path).masked_fill(~kept, HOLE)
+        before = self.positions[:, :first]
+        self.truncate(first + longest)
+        self.positions = torch.cat([before, positions], 1)
+        if self.has_holes or not bool(kept.all()):
+            self.keep(self.positions >= 0)  # squeezes holes out once they are many
+
     def keep(self, keep: Tensor) -> None:
         """Make holes of the slots where `keep [B, S]` is false; squeeze when it is worth it."""
         self.positions = self.positions.masked_fill(~keep, HOLE)
@@ -97,9 +131,19 @@ class RaggedCache(DynamicCache):
             if longest - needed > 64 and longest > 1.25 * needed:
                 self._squeeze(torch.arange(len(used), device=used.device))
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only `rows [B']`, without the holes that all of them share."""
-        self._squeeze(rows)
+    def select_rows(self, rows: Tensor, squeeze: bool = True) -> None:
+        """Keep only `rows [B']`, without the holes that all of them share.
+
+        Args:
+            squeeze: False leaves every slot at its place.
+        """
+        if squeeze:
+            self._squeeze(rows)
+            return
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.select_rows(rows)
+        self.positions = self.positions[rows]
 
     def _squeeze(self, rows: Tensor) -> None:
         used = self.positions[rows] >= 0

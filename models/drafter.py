@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from headstart.models import losses
-from headstart.models.sampling import Sampling
+from headstart.models.sampling import RowRandom, Sampling
+from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
 
 
@@ -46,10 +49,13 @@ class Proposal(NamedTuple):
     """Drafts for one round. The root, the pending token, is not among them."""
 
     tokens: Tensor  # [B, N] verifier ids
-    parents: Tensor  # [B, N] index of each node's parent, -1 for the root; topological order
-    lengths: Tensor  # [B] how many of the N are real
-    log_probs: Tensor | None  # [B, N, V'] the law each was drawn from; None: point masses
+    parents: Tensor  # [B, N] index of each node's parent, -1 for the root; after its parent, and
+    # after the siblings that are tried before it
+    real: Tensor  # bool [B, N] which of the N there are; a lookup may find none
+    log_probs: Tensor | None  # [B, N, V'] the law each was drawn from, given the siblings drawn
+    # before (without replacement: they are taken out of it); None: point masses
     vocabulary: Tensor | None  # [V'] verifier id of each column of log_probs; None: V' = V
+    scratch: int = 0  # so many nodes at the end are no drafts: never accepted, only observed
 
 
 class Drafting(NamedTuple):
@@ -81,6 +87,8 @@ class Drafter(abc.ABC):
 
     feature_layers: tuple[int, ...] = ()
     """Layers whose residual stream `States.features` must hold for `advance`; none by default."""
+    context_length: int | None = None
+    """Longest text it can draft for, in tokens; None: whatever the verifier can read."""
 
     @abc.abstractmethod
     def start(self, first_tokens: Tensor) -> Any:
@@ -98,11 +106,13 @@ class Drafter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def propose(self, state: Any, draft_length: int, drafting: Drafting, random) -> Proposal:
+    def propose(
+        self, state: Any, shape: Shape, drafting: Drafting, random: RowRandom | None
+    ) -> Proposal:
         """Draft on top of the pending token. Leaves the state as it was.
 
         Args:
-            random: a `RowRandom` of B rows, used when `drafting.sampled`.
+            random: of B rows, used when `drafting.sampled`.
         """
 
     @abc.abstractmethod
@@ -110,7 +120,8 @@ class Drafter(abc.ABC):
         """Keep only `rows` of the batch."""
 
     def observe(self, state: Any, proposal: Proposal, node_logits: Tensor) -> None:  # noqa: B027
-        """See the verifier's logits of all nodes, rejected ones too (for lookahead)."""
+        """See the verifier's logits `[B, N+1, V]` after the root and after each node, rejected ones
+        too (for lookahead, which learns from them)."""
 
 
 class TrainableDrafter(Drafter, nn.Module):
@@ -122,6 +133,8 @@ class TrainableDrafter(Drafter, nn.Module):
 
     feature_layers: tuple[int, ...]
     draft_ids: Tensor | None
+    config: PretrainedConfig
+    """What `save` writes; its `headstart` entry says for which verifier it was made."""
 
     def __init__(self, verifier: Verifier, loss: losses.LossConfig):
         nn.Module.__init__(self)
@@ -150,56 +163,13 @@ class TrainableDrafter(Drafter, nn.Module):
         hidden = list(self.unroll(batch, len(weights)))
         return losses.unrolled_loss(self, batch, hidden, weights)
 
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config of a drafter that headstart saved.
-
-    Raises:
-        ValueError: no such drafter there.
-    """
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        config["headstart"]["type"], config["headstart"]["fingerprint"]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
-            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
-        ) from error
-    return config
-
-
-def load(
-    folder: str | Path, verifier: Verifier, allow_verifier: bool | None = False
-) -> TrainableDrafter:
-    """Read a drafter that headstart saved.
-
-    Args:
-        allow_verifier: accept a verifier with another fingerprint, such as a quantised copy;
-            None: do not, and name no such option in the message, where there is none.
-
-    Raises:
-        ValueError: no drafter there, one that cannot be read, or one made for another verifier.
-    """
-    from headstart.models.eagle3 import Eagle3
-
-    classes = {"eagle3": Eagle3}
-    config = read_config(folder)
-    made_for = config["headstart"]
-    if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
-        hint = (
-            "" if allow_verifier is None else ", or --allow_verifier true for a copy of the model"
-        )
-        raise ValueError(
-            f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
-            f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
-            f"); pass its own verifier{hint}"
-        )
-    if made_for["type"] not in classes:
-        raise ValueError(
-            f"drafter {str(folder)!r} has type {made_for['type']!r}; this version of headstart "
-            f"knows {', '.join(classes)}"
-        )
-    return classes[made_for["type"]].load(Path(folder), config, verifier, losses.LossConfig())
+    def save(self, folder: Path) -> None:
+        """`config.json` and `model.safetensors`, as vLLM loads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config.to_dict() | {"torch_dtype": "float32"}  # its name before dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def fingerprint(drafter: TrainableDrafter) -> str:

@@ -8,14 +8,13 @@ Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers
 verifier's and draft vocabulary.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -25,11 +24,14 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from headstart.models import trees, vocab
+from headstart.models import vocab
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
+from headstart.models.growth import Nodes, grow
 from headstart.models.layers import cached_attention, packed_mask, ttt_attention
 from headstart.models.losses import LossConfig
+from headstart.models.sampling import RowRandom
+from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
 
 
@@ -273,31 +275,43 @@ class Eagle3(TrainableDrafter):
         if state.cache.has_holes:
             state.cache.keep(state.cache.positions >= 0)  # squeezes them out once they are many
 
-    def propose(self, state: State, draft_length: int, drafting: Drafting, random) -> Proposal:
+    def propose(
+        self, state: State, shape: Shape, drafting: Drafting, random: RowRandom | None
+    ) -> Proposal:
         kept, had_holes = state.cache.positions.shape[1], state.cache.has_holes
-        output = state.output[:, None]
-        slots = state.slots - 1
+        outputs = state.output[:, None]  # of the root, then of each node stepped
 
-        def step(tokens: Tensor) -> Tensor:
-            nonlocal output, slots
-            slots = slots + 1
-            hidden = self.norm(output) if self.config.norm_output else output
-            output = self._run(state, hidden, tokens[:, None], slots[:, None])
-            return self.logits(output)[:, 0]
+        def step(nodes: Nodes) -> Tensor:
+            nonlocal outputs
+            above = (nodes.parents + 1)[..., None].expand(-1, -1, outputs.shape[-1])
+            hidden = outputs.gather(1, above)
+            if self.config.norm_output:
+                hidden = self.norm(hidden)
+            positions = (state.slots + nodes.depth - 1)[:, None].expand_as(nodes.tokens)
+            output = self._run(state, hidden, nodes.tokens, positions, nodes.seen)
+            outputs = torch.cat([outputs, output], 1)
+            return self.logits(output)
 
-        first = self.logits(output)[:, 0]
-        proposal = trees.grow_chain(first, step, draft_length, drafting, random, self.draft_ids)
+        first = self.logits(state.output)
+        proposal = grow(first, step, shape, drafting, random, self.draft_ids)
         # the drafter's own features must not outlive the proposal: `advance` writes real ones
         state.cache.truncate(kept)
         state.cache.has_holes = had_holes
         return proposal
 
-    def _run(self, state: State, hidden: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _run(
+        self,
+        state: State,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: Tensor | None = None,
+    ) -> Tensor:
         """The layer over n new slots, appended to the cache: [B, n, H]."""
         embedded = self.verifier.embed(tokens).to(hidden.dtype)
         rotary = self.rotary(hidden, positions.clamp(min=0))
         query, key, value = self.midlayer.project(embedded, hidden, rotary)
-        attended = cached_attention(query, key, value, positions, state.cache)
+        attended = cached_attention(query, key, value, positions, state.cache, seen)
         return self.midlayer.finish(hidden, attended)
 
     def select_rows(self, state: State, rows: Tensor) -> None:
@@ -307,14 +321,6 @@ class Eagle3(TrainableDrafter):
             state.output = state.output[rows]
 
     # ---- checkpoint --------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        """`config.json` and `model.safetensors`, as vLLM loads them."""
-        folder.mkdir(parents=True, exist_ok=True)
-        config = self.config.to_dict() | {"torch_dtype": "float32"}  # its name before dtype
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     @classmethod
     def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "Eagle3":

@@ -133,13 +133,20 @@ def packed_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cache: RaggedCache
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cache: RaggedCache,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Attention of n new slots over the cache and each other; appends them to the cache.
 
     Args:
         query, key, value: [B, h or h_kv, n, D].
         positions: [B, n] the slots' numbers, -1 for padding.
+        seen: bool [B, n, m] which of the last m slots, the new ones among them, each new slot may
+            see, for the nodes of a tree; None: all, as far as positions allow.
 
     Returns:
         [B, h, n, D].
@@ -147,9 +154,12 @@ def cached_attention(
     cache.append_positions(positions)
     keys, values = cache.update(key, value, 0)
     mask = None
-    if cache.has_holes or (positions.shape[1] > 1 and keys.shape[2] > positions.shape[1]):
-        mask = visible(positions, cache.positions)[:, None]
-        mask = mask | (positions < 0)[:, None, :, None]  # padding sees all: no empty softmax
+    several = positions.shape[1] > 1 and keys.shape[2] > positions.shape[1]
+    if cache.has_holes or several or seen is not None:
+        mask = visible(positions, cache.positions)
+        if seen is not None:
+            mask[..., -seen.shape[-1] :] &= seen
+        mask = (mask | (positions < 0)[..., None])[:, None]  # padding sees all: no empty softmax
     causal = mask is None and positions.shape[1] > 1
     return F.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True

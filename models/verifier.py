@@ -167,7 +167,8 @@ class Verifier:
                 With a cache, -1 marks padding, which is never seen later.
             document_ids: [B, T]; tokens see only their own document. Not with a cache.
             cache: keys and values of the tokens before; these tokens are appended.
-            mask: bool [B, T, S + T], who sees whom; made from the positions when not given.
+            mask: bool [B, T, M], which of the last M ≥ T slots each token may see, for the nodes
+                of a tree; positions alone decide when not given. With a cache.
         """
         if cache is None:
             return self._run(input_ids, layers, position_ids, self._packed(document_ids), None)
@@ -183,7 +184,9 @@ class Verifier:
             masks = {}
             for kind, window in self._attention_kinds.items():
                 seen = visible(position_ids, cache.positions, window)
-                masks[kind] = seen if mask is None else seen & mask
+                if mask is not None:
+                    seen[..., -mask.shape[-1] :] &= mask
+                masks[kind] = seen
         return self._run(input_ids, layers, position_ids.clamp(min=0), masks, cache)
 
     def _packed(self, document_ids: Tensor | None) -> dict[str, Tensor] | None:

@@ -12,7 +12,8 @@ from tiny import verifier as tiny_verifier
 from headstart.data import regenerate
 from headstart.data.render import Row
 from headstart.eval import acceptance, report
-from headstart.eval.acceptance import Acceptance, RunSettings, pick
+from headstart.eval.acceptance import Acceptance, RunSettings
+from headstart.eval.trial import pick
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
@@ -72,6 +73,7 @@ def run_settings(folder: Path, **changes: Any) -> Acceptance:
         "speed_draft_lengths": (1, 3),
         "draft_length": 3,
         "max_new_tokens": 10,
+        "speed_max_new_tokens": 8,
         "batch_size": 2,
     }
     return Acceptance(**(given | changes))
@@ -108,7 +110,7 @@ def test_the_report_has_the_keys_of_its_schema(written):
     assert result["runs"][1]["lossless"] is None  # of distributions, no texts to compare
     for entry in result["speed"]:
         assert set(entry) == {
-            "draft_length", "measured", "low", "high", "median", "predicted", "cost_ratio",
+            "draft_length", "shape", "measured", "low", "high", "median", "predicted", "cost_ratio",
             "verify_overhead", "acceptance_length", "categories",
         }  # fmt: skip
     assert set(result["provenance"]) == {
@@ -181,6 +183,68 @@ def test_without_speed_and_at_temperature_one_alone(workplace, tmp_path):
     assert (tmp_path / "acceptance.png").exists()
 
 
+# ---- trees, and drafters that are no checkpoints -----------------------------------------------
+
+
+def report_of(workplace: Path, out: Path, **changes: Any) -> tuple[dict[str, Any], str]:
+    acceptance.run(run_settings(workplace, out=str(out), **changes))
+    return json.loads((out / "report.json").read_text()), (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("tree", ["static:2x2", "dynamic:depth=3,top_k=2,total=6", "optimal:5"])
+def test_a_tree_has_entries_and_columns_of_its_own(tree, workplace, tmp_path):
+    result, text = report_of(workplace, tmp_path, tree=tree, decode_prompts=4, speed_prompts=2)
+    shapes = [entry["settings"]["shape"] for entry in result["runs"]]
+    assert shapes == ["chain", tree, "chain", tree]
+    drafting = [entry["settings"]["drafting"] for entry in result["runs"]]
+    last = "greedy" if tree.startswith("dynamic") else "sampled"
+    assert drafting == ["greedy", "greedy", "sampled", last]
+    for chain, branching in (result["runs"][:2], result["runs"][2:]):
+        assert branching["replay"] is None and chain["replay"] is not None
+        m = branching["overall"]
+        assert m["acceptance_length"]["value"] == pytest.approx(1 + sum(m["joint"]))
+        assert m["acceptance_rate"]["value"] >= m["draft_efficiency"]
+    lossless = result["runs"][1]["lossless"]
+    assert lossless == {"identical": 4, "ties": 0, "different": 0, "prompts": 4}
+    assert [entry["shape"] for entry in result["speed"]] == ["chain", "chain", tree]
+    assert all(entry["predicted"] > 0 for entry in result["speed"])
+    assert "τ tree" in text and f"Tree {tree}, greedy drafts, by depth" in text
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead:window=4,ngram=3", "layers:0-6"])
+def test_drafters_without_training_get_the_same_report(name, workplace, tmp_path):
+    verifier = str(workplace / "verifier")
+    changes = {"decode_prompts": 6, "speed_prompts": 2, "tree": "dynamic:depth=3,top_k=2,total=6"}
+    result, text = report_of(workplace, tmp_path, drafter=name, verifier=verifier, **changes)
+    lookup = not name.startswith("layers")
+    kind = name.partition(":")[0] if lookup else "draft_lm"
+    assert (result["drafter"]["type"], result["drafter"]["path"]) == (kind, name)
+    assert (result["drafter"]["parameters"] == 0) == lookup
+    assert (result["drafter"]["fingerprint"] is None) == lookup
+    for entry in result["runs"]:
+        assert set(entry["categories"]) == set(CATEGORIES) and set(entry["overall"]) == M
+        assert (entry["replay"] is None) == (lookup or entry["settings"]["shape"] != "chain")
+    for entry in result["runs"][:2]:
+        assert entry["lossless"]["identical"] == 6
+    if not lookup:
+        replayed = dict(result["runs"][0]["replay"]["same_prompts"])
+        del replayed["seconds"]
+        assert replayed == result["runs"][0]["overall"]
+    assert ("decoding, chat" in text) == lookup and ("Lookups have no replay" in text) == lookup
+    assert "pays on" in text and (tmp_path / "acceptance.png").exists()
+
+
+def test_a_model_of_the_users_drafts(workplace, tmp_path):
+    """Any folder with a causal language model of the verifier's tokenizer."""
+    small = tiny_verifier(max_position_embeddings=96, num_hidden_layers=1, seed=3)
+    small.model.save_pretrained(tmp_path / "small")
+    small.tokenizer.save_pretrained(tmp_path / "small")
+    verifier = str(workplace / "verifier")
+    changes = {"drafter": str(tmp_path / "small"), "verifier": verifier, "speed_prompts": 1}
+    result, _ = report_of(workplace, tmp_path / "report", **changes)
+    assert result["drafter"]["type"] == "draft_lm" and result["drafter"]["parameters"] > 1000
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 
@@ -211,12 +275,33 @@ BAD = {
     "unknown key": (["--draft_lenght=3"], "draft_length"),
     "no runs": (["--runs=[]"], "runs must name at least one law"),
     "unknown dtype": (["--dtype=float8"], "dtype 'float8'"),
+    "unknown tree": (["--tree=bush"], "tree: 'bush' is not known"),
+    "a tree without nodes": (["--tree=optimal:0"], "needs a number of nodes"),
+    "an optimal tree of a lookup": (
+        ["--drafter=prompt-lookup", "--verifier={folder}/verifier", "--tree=optimal:9"],
+        "prompt-lookup cannot tell",
+    ),
+    "a lookup of no verifier": (["--drafter=lookahead"], "made for none in particular"),
+    "an option that a lookup has not": (
+        ["--drafter=prompt-lookup:ngram=3", "--verifier={folder}/verifier"],
+        "takes whole numbers for max_ngram, min_ngram",
+    ),
+    "layers that are not there": (
+        ["--drafter=layers:0-8", "--verifier={folder}/verifier"],
+        "ids in 0 … 7",
+    ),
+    "no layers": (["--drafter=layers:a", "--verifier={folder}/verifier"], "'a' is no layer"),
+    "a model that is not there": (
+        ["--drafter=nobody/nothing", "--verifier={folder}/verifier"],
+        "drafter 'nobody/nothing'",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_in_one_line(case, workplace, monkeypatch, capsys):
     arguments, message = BAD[case]
+    arguments = [word.replace("{folder}", str(workplace)) for word in arguments]
     assert message in error_of(workplace, monkeypatch, capsys, *arguments)
 
 
@@ -240,6 +325,14 @@ def test_another_verifier_is_refused_by_name(workplace, tmp_path, monkeypatch, c
     other.tokenizer.save_pretrained(tmp_path)
     said = error_of(workplace, monkeypatch, capsys, f"--verifier={tmp_path}")
     assert "was trained for" in said and "--allow_verifier true" in said
+
+
+def test_a_model_with_another_tokenizer_is_refused(workplace, tmp_path, monkeypatch, capsys):
+    other = tiny_verifier(vocab_size=60)
+    other.model.save_pretrained(tmp_path)
+    other.tokenizer.save_pretrained(tmp_path)
+    words = [f"--drafter={tmp_path}", f"--verifier={workplace / 'verifier'}"]
+    assert "has another tokenizer" in error_of(workplace, monkeypatch, capsys, *words)
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -272,7 +365,7 @@ def test_a_picture_is_drawn_where_intervals_miss_their_value(written, tmp_path):
 
 def test_answers_that_end_in_prefill_are_reported(workplace, tmp_path):
     """Without a round there is no acceptance length, and no speedup."""
-    changes = {"out": str(tmp_path), "max_new_tokens": 1, "batch_size": 4}
+    changes = {"out": str(tmp_path), "max_new_tokens": 1, "speed_max_new_tokens": 1}
     acceptance.run(run_settings(workplace, **changes))
     result = json.loads((tmp_path / "report.json").read_text())
     assert result["speed"] == []
@@ -299,6 +392,14 @@ def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path
 
 
 def test_one_timed_prompt_has_no_interval():
-    row = {"draft_length": 1, "measured": 1.2, "low": None, "high": None, "median": 1.2}
+    row = {
+        "draft_length": 1,
+        "shape": "chain",
+        "categories": {},
+        "measured": 1.2,
+        "low": None,
+        "high": None,
+        "median": 1.2,
+    }
     rest = {"predicted": 1.1, "cost_ratio": 0.1, "verify_overhead": 0.1, "acceptance_length": 1.3}
     assert "1.20 [–, –]" in report.speed_table([row | rest])

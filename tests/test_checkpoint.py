@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from tiny_run import VERIFIER, losses, measured, train
 
-from headstart.models import drafter as drafters
+from headstart.models.loading import load_checkpoint
 from headstart.train import checkpoint
 from headstart.train.checkpoint import Checkpoints, random_state, restore_random
 
@@ -50,7 +50,7 @@ def test_checkpoint_is_a_drafter_with_its_resume_state_apart(tmp_path: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md", "config.json", "model.safetensors", "recipe.yaml", "resume",
     ]  # fmt: skip
-    loaded = drafters.load(folder, VERIFIER)
+    loaded = load_checkpoint(folder, VERIFIER)
     for saved, trained in zip(loaded.parameters(), drafter.parameters(), strict=True):
         assert torch.equal(saved, trained)
 
@@ -226,7 +226,7 @@ def test_process_killed_while_saving_leaves_nothing_behind(
 
     train(tmp_path, max_steps=4, save_every=2)
     before = losses(tmp_path)
-    drafter = drafters.load(tmp_path / "checkpoints" / "step-000004", VERIFIER)
+    drafter = load_checkpoint(tmp_path / "checkpoints" / "step-000004", VERIFIER)
     state = {"step": 5, "tokens": 0, "validation": None}
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(json, "dumps", killed)  # the last file of a checkpoint

@@ -15,12 +15,13 @@ from headstart.data.collate import Featurizer, collate
 from headstart.data.render import Row
 from headstart.eval.measures import summarise
 from headstart.eval.speculate import generate
-from headstart.models import drafter as drafters
 from headstart.models.cache import RaggedCache
-from headstart.models.drafter import Batch, Drafting, Proposal
+from headstart.models.drafter import Batch, Drafting, Proposal, fingerprint
 from headstart.models.eagle3 import Eagle3, Eagle3Config, State, check_layers
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
+from headstart.models.trees import chain
 from headstart.models.verifier import States
 
 VERIFIER = tiny_verifier()
@@ -253,7 +254,7 @@ class Serving:
 
     def propose(self, seed: int, draft_length: int = 5, drafting: Drafting = SAMPLED) -> Proposal:
         random = RowRandom(seed, list(range(len(self.ids))))
-        return self.drafter.propose(self.state, draft_length, drafting, random)
+        return self.drafter.propose(self.state, chain(draft_length), drafting, random)
 
     def check(self, proposal: Proposal) -> None:
         """Log-probabilities of the chain equal the unroll over the text with the drafts in it."""
@@ -307,7 +308,7 @@ def test_one_row_may_come_padded():
     other = drafter.start(ids[:, 0])
     drafter.advance(other, ids[:, 1:6], torch.tensor([5]), States(states.features[:, :5], None))
     close(first.output, other.output)
-    one, two = (drafter.propose(s, 4, SAMPLED, RowRandom(0, [0])) for s in (first, other))
+    one, two = (drafter.propose(s, chain(4), SAMPLED, RowRandom(0, [0])) for s in (first, other))
     close(one.log_probs, two.log_probs)
 
 
@@ -412,7 +413,7 @@ def test_a_proposal_is_a_chain_of_verifier_ids():
         proposal = serving.propose(0, 4, drafting)
         assert proposal.tokens.shape == (3, 4) and torch.isin(proposal.tokens, ids).all()
         assert proposal.parents.tolist() == [[-1, 0, 1, 2]] * 3
-        assert proposal.lengths.tolist() == [4] * 3
+        assert proposal.real.tolist() == [[True] * 4] * 3
         assert (proposal.log_probs is not None) == drafting.sampled
         if drafting.sampled:
             assert torch.equal(proposal.vocabulary, ids) and proposal.log_probs.shape == (3, 4, 40)
@@ -516,11 +517,11 @@ def test_an_unknown_initialisation_is_refused():
 def test_a_saved_drafter_comes_back_bit_by_bit(variant, tmp_path):
     drafter = loud(**VARIANTS[variant])
     drafter.save(tmp_path / "drafter")
-    loaded = drafters.load(tmp_path / "drafter", VERIFIER)
+    loaded = load_checkpoint(tmp_path / "drafter", VERIFIER)
     before, after = drafter.state_dict(), loaded.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert drafters.fingerprint(loaded) == drafters.fingerprint(drafter)
+    assert fingerprint(loaded) == fingerprint(drafter)
     assert loaded.feature_layers == drafter.feature_layers
     batch = batch_of(drafter, texts(2, 12))
     for left, right in zip(drafter.unroll(batch, 3), loaded.unroll(batch, 3), strict=True):
@@ -618,16 +619,16 @@ def test_scaled_positions_of_the_verifier_are_kept(tmp_path):
     assert rope.items() <= config["rope_parameters"].items()
     ours, theirs = drafter.rotary.inv_freq, verifier.decoder.rotary_emb.inv_freq
     assert torch.equal(ours, theirs)
-    assert torch.equal(drafters.load(tmp_path, verifier).rotary.inv_freq, theirs)
+    assert torch.equal(load_checkpoint(tmp_path, verifier).rotary.inv_freq, theirs)
 
 
 def test_a_drafter_of_another_verifier_is_refused_unless_allowed(tmp_path):
     make(draft_vocab_size=40).save(tmp_path)
     other = tiny_verifier(seed=1)
     with pytest.raises(ValueError, match=r"was trained for tiny/llama .*--allow_verifier") as error:
-        drafters.load(tmp_path, other)
+        load_checkpoint(tmp_path, other)
     assert "\n" not in str(error.value) and VERIFIER.fingerprint() in str(error.value)
-    assert drafters.load(tmp_path, other, allow_verifier=True).verifier is other
+    assert load_checkpoint(tmp_path, other, allow_verifier=True).verifier is other
 
 
 @pytest.mark.parametrize("overrides", [{"vocab_size": 48}, {"hidden_size": 64}])
@@ -635,7 +636,7 @@ def test_a_verifier_of_another_shape_is_refused_even_when_allowed(tmp_path, over
     make(draft_vocab_size=40).save(tmp_path)
     other = tiny_verifier(**overrides)
     with pytest.raises(ValueError, match="hidden size 32 and 64 tokens") as error:
-        drafters.load(tmp_path, other, allow_verifier=True)
+        load_checkpoint(tmp_path, other, allow_verifier=True)
     assert "\n" not in str(error.value)
 
 
@@ -647,7 +648,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="is not a checkpoint of headstart") as error:
-        drafters.load(tmp_path, VERIFIER)
+        load_checkpoint(tmp_path, VERIFIER)
     assert "\n" not in str(error.value)
 
 
@@ -663,7 +664,7 @@ def test_a_checkpoint_whose_weights_are_damaged_is_refused(damage, tmp_path):
         make(fc_norm=True).save(tmp_path / "other")
         weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"model.safetensors") as error:
-        drafters.load(tmp_path, VERIFIER)
+        load_checkpoint(tmp_path, VERIFIER)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -673,7 +674,7 @@ def test_a_drafter_of_an_unknown_type_is_refused(tmp_path):
     config["headstart"]["type"] = "eagle9"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"type 'eagle9'.*eagle3"):
-        drafters.load(tmp_path, VERIFIER)
+        load_checkpoint(tmp_path, VERIFIER)
 
 
 # ---- all families ------------------------------------------------------------------------------
@@ -690,11 +691,11 @@ def test_every_family_can_be_drafted_for(family, tmp_path):
     for name, weight in drafter.named_parameters():
         assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, name
     drafter.save(tmp_path)
-    loaded = drafters.load(tmp_path, verifier)
+    loaded = load_checkpoint(tmp_path, verifier)
     prompts = [[5, 9, 11], [7, 20]]
     greedy = {"sampling": Sampling(), "drafting": Drafting(False, Sampling())}
-    drafted = generate(verifier, loaded, prompts, draft_length=3, max_new_tokens=8, **greedy)
-    plain = generate(verifier, None, prompts, draft_length=0, max_new_tokens=8, **greedy)
+    drafted = generate(verifier, loaded, prompts, shape=chain(3), max_new_tokens=8, **greedy)
+    plain = generate(verifier, None, prompts, shape=None, max_new_tokens=8, **greedy)
     assert [got.tokens for got in drafted] == [got.tokens for got in plain]
     assert sum(drafted[0].drafted) > 0
 
@@ -709,7 +710,7 @@ def test_what_is_learned_by_heart_is_accepted_in_decoding():
     prompts = [row.tolist() for row in texts(8, 4, seed=8)]
     greedy = {"sampling": Sampling(), "drafting": Drafting(False, Sampling())}
     length = 1 + 5 * 6
-    answers = generate(verifier, None, prompts, draft_length=0, max_new_tokens=length, **greedy)
+    answers = generate(verifier, None, prompts, shape=None, max_new_tokens=length, **greedy)
     rows = [
         Row(prompt + answer.tokens, [0] * len(prompt) + [1] * length, str(i))
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -729,7 +730,7 @@ def test_what_is_learned_by_heart_is_accepted_in_decoding():
         if marginal > 0.99:
             break
     assert marginal > 0.98
-    drafted = generate(verifier, drafter, prompts, draft_length=4, max_new_tokens=length, **greedy)
+    drafted = generate(verifier, drafter, prompts, shape=chain(4), max_new_tokens=length, **greedy)
     assert [got.tokens for got in drafted] == [got.tokens for got in answers]
     measured = summarise([got.counts(str(i)) for i, got in enumerate(drafted)])
     assert measured["acceptance_length"]["value"] > 4.5

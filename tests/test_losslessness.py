@@ -1,12 +1,14 @@
 """The chi-square test, and the naming of ties."""
 
+import json
 import math
 
 import pytest
 import torch
 from tiny import verifier
 
-from headstart.eval.losslessness import chi_square, compare
+from headstart.eval import losslessness, rejection, speculate
+from headstart.eval.losslessness import Losslessness, chi_square, compare, together
 
 
 def test_chi_square_is_pearsons():
@@ -62,3 +64,86 @@ def test_equal_logits_are_a_tie_but_not_with_a_third_token():
         model.head.weight[twin] = model.head.weight[best]
     assert compare(model, prompt, [best], [twin]) == "tie"
     assert compare(model, prompt, [best], [other]) == "different"
+
+
+@pytest.mark.parametrize(
+    "observed, expected, message",
+    [([1.0], [1.0, 2.0], "two lists of one length"), ([-1.0, 2.0], [1.0, 1.0], "negative")],
+)
+def test_counts_that_cannot_be_tested_are_refused(observed, expected, message):
+    with pytest.raises(ValueError, match=message):
+        chi_square(observed, expected)
+
+
+def test_tests_add_up():
+    a, b = chi_square([18, 55, 27], [0.2, 0.5, 0.3]), chi_square([52, 48], [1, 1])
+    both = together([a, b])
+    assert both.statistic == pytest.approx(a.statistic + b.statistic) and both.degrees == 3
+    impossible = chi_square([1, 1], [1, 0])
+    assert together([a, impossible]).p_value == 0
+
+
+# ---- the script --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A saved verifier and prompts with answers; its laws are flat enough to be told apart."""
+    folder = tmp_path_factory.mktemp("pair")
+    made = verifier(num_hidden_layers=3)
+    with torch.no_grad():
+        made.head.weight.mul_(0.25)
+    made.model.save_pretrained(folder / "verifier")
+    made.tokenizer.save_pretrained(folder / "verifier")
+    with (folder / "prompts.jsonl").open("w") as file:
+        for i in range(4):
+            user = {"role": "user", "content": f"w{i} w{3 * i + 1}"}
+            answer = {"role": "assistant", "content": "w1 w2"}
+            file.write(json.dumps({"id": str(i), "messages": [user, answer]}) + "\n")
+    return folder
+
+
+def settings_of(folder, **changes):
+    given = {
+        "drafter": "layers:0-1", "verifier": str(folder / "verifier"), "max_new_tokens": 12,
+        "prompts": str(folder / "prompts.jsonl"), "samples": 600, "temperature": 1.0,
+    }  # fmt: skip
+    return Losslessness(**(given | changes))
+
+
+@pytest.mark.parametrize("tree", ["static:2x2x1", "dynamic:depth=3,top_k=2,total=6"])
+def test_a_lossless_pair_is_called_so(tree, pair, capsys):
+    assert losslessness.run(settings_of(pair, tree=tree))
+    said = capsys.readouterr().out
+    assert "Lossless: every greedy text" in said and tree in said
+    assert said.count("| 4       | 4     | 0   | 0         |") == 2
+
+
+@pytest.mark.parametrize("tree", [None, "static:2x2"])
+def test_a_pair_with_a_wrong_rule_is_called_not_lossless(tree, pair, monkeypatch, capsys):
+    monkeypatch.setattr(rejection, "residual", lambda q, p: q)
+    assert not losslessness.run(settings_of(pair, tree=tree))
+    assert "NOT LOSSLESS: chain:4 at T = 1" in capsys.readouterr().out
+
+
+def test_greedy_text_of_another_model_is_called_not_lossless(pair, monkeypatch, capsys):
+    right = speculate.verify_greedy
+
+    def wrong(best, proposal, depth):
+        """Right for plain decoding, which has no drafts."""
+        return right(best ^ 1 if proposal.tokens.shape[1] else best, proposal, depth)
+
+    monkeypatch.setattr(speculate, "verify_greedy", wrong)
+    assert not losslessness.run(settings_of(pair, samples=0))
+    assert "NOT LOSSLESS: chain:4." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"temperature": 0.0}, "must be above 0"), ({"draft_length": 0}, "draft_length must be 1"),
+     ({"samples": -1}, "samples must be 0 or more, got -1"), ({"tree": "x"}, "'x' is not known"),
+     ({"batch_size": 0}, "batch_size must be 1 or more, got 0")],
+)  # fmt: skip
+def test_settings_that_check_nothing_are_refused(change, message, pair):
+    with pytest.raises(ValueError, match=message):
+        settings_of(pair, **change)

@@ -79,3 +79,11 @@ def test_same_seed_same_interval():
     counts = [Counts(str(i), "chat", 9, 4, [4], [4], [i % 5]) for i in range(30)]
     assert summarise(counts, seed=1) == summarise(counts, seed=1)
     assert summarise(counts, seed=1) != summarise(counts, seed=2)
+
+
+def test_acceptance_rate_of_a_text_by_position():
+    counts = Counts("a", "all", 9, 4, [4, 4, 4], [4, 2, 0], [2, 1, 0])
+    assert counts.acceptance_rate(1) == counts.acceptance_rate(2) == 0.5
+    assert counts.acceptance_rate() == 0.5 and counts.acceptance_rate(3) is None
+    with pytest.raises(ValueError, match="k must be a position in 1 … 3, got 0"):
+        counts.acceptance_rate(0)

@@ -1,6 +1,6 @@
 """Replay against every path worked out one by one, and against real decoding."""
 
-from itertools import chain
+import itertools
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from headstart.models.drafter import Batch, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
+from headstart.models.trees import chain
 from headstart.models.verifier import Verifier
 
 GREEDY = Drafting(False, Sampling())
 
 
 def flat(found: list[list[Counts]]) -> list[Counts]:
-    return list(chain.from_iterable(found))
+    return list(itertools.chain.from_iterable(found))
 
 
 # ---- counting ----------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ LIMIT = 26
 @pytest.fixture(scope="module", params=[None, 48], ids=["whole", "draft vocabulary"])
 def partly_trained(request) -> Eagle3:
     verifier = verifier_of()
-    settings = {"draft_length": 0, "sampling": Sampling(), "drafting": GREEDY}
+    settings = {"shape": None, "sampling": Sampling(), "drafting": GREEDY}
     texts = generate(verifier, None, PROMPTS, max_new_tokens=LIMIT, **settings)
     rows = [answered(p, t.tokens) for p, t in zip(PROMPTS, texts, strict=True)]
     return trained(verifier, rows, 28, request.param)
@@ -174,7 +175,7 @@ def stopping(partly_trained):
 
 
 def decoded_and_replayed(drafter: Eagle3, draft_length: int, limit: int, packed: bool):
-    settings = {"draft_length": draft_length, "sampling": Sampling(), "drafting": GREEDY}
+    settings = {"shape": chain(draft_length), "sampling": Sampling(), "drafting": GREEDY}
     outputs = generate(drafter.verifier, drafter, PROMPTS, max_new_tokens=limit, **settings)
     decoded = [output.counts("row") for output in outputs]
     rows = [answered(p, o.tokens) for p, o in zip(PROMPTS, outputs, strict=True)]
@@ -215,7 +216,7 @@ def test_replay_equals_decoding_where_terminators_end_answers(stopping):
 
 def test_a_limit_replays_the_beginning_of_longer_answers(partly_trained):
     decoded, _ = decoded_and_replayed(partly_trained, 4, 7, packed=False)
-    settings = {"draft_length": 0, "sampling": Sampling(), "drafting": GREEDY}
+    settings = {"shape": None, "sampling": Sampling(), "drafting": GREEDY}
     texts = generate(partly_trained.verifier, None, PROMPTS, max_new_tokens=LIMIT, **settings)
     rows = [answered(p, t.tokens) for p, t in zip(PROMPTS, texts, strict=True)]
     batch = with_states(partly_trained, collate(rows, 64, packed=False))
@@ -225,7 +226,7 @@ def test_a_limit_replays_the_beginning_of_longer_answers(partly_trained):
 
 
 def test_every_turn_of_a_conversation_is_replayed_after_its_own_context(partly_trained):
-    settings = {"draft_length": 3, "sampling": Sampling(), "drafting": GREEDY}
+    settings = {"shape": chain(3), "sampling": Sampling(), "drafting": GREEDY}
     verifier, text, mask, decoded = partly_trained.verifier, [], [], []
     for turn, prompt in enumerate([[5, 9, 11], [7], [20, 4]], 1):
         text, mask = text + prompt, mask + [0] * len(prompt)
@@ -258,7 +259,7 @@ def test_replay_lies_in_the_interval_of_sampled_decoding(law):
     verifier = verifier_of(0.35)
     count, limit = 1500, 9
     prompts = [[3 + i % 60, 5] for i in range(count)]
-    settings = {"draft_length": 3, "sampling": sampling, "drafting": drafting}
+    settings = {"shape": chain(3), "sampling": sampling, "drafting": drafting}
     plain = generate(verifier, None, prompts[:60], max_new_tokens=limit, seed=5, **settings)
     texts = [answered(p, t.tokens) for p, t in zip(prompts, plain, strict=False)]
     drafter = trained(verifier, texts, 30, draft_vocab_size)

@@ -17,7 +17,7 @@ from headstart.script import ROOT, arguments, parse, run_script
 
 SCRIPTS = sorted(
     path
-    for folder in ("models", "data", "eval", "train")
+    for folder in (".", "models", "data", "eval", "train")
     for path in (ROOT / folder).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )

@@ -8,12 +8,15 @@ import pytest
 import torch
 from tiny import verifier
 
-from headstart.eval import speculate
+from headstart.eval import rejection
 from headstart.eval.losslessness import chi_square
 from headstart.eval.measures import summarise
-from headstart.eval.speculate import Timer, generate, verify_chain
+from headstart.eval.speculate import Timer, generate
+from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Drafter, Drafting, Proposal
+from headstart.models.growth import grow
 from headstart.models.sampling import Sampling, draw
+from headstart.models.trees import Dynamic, cartesian, chain, static
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "gpt_neox"]
 PROMPTS = [[5, 9, 11], [7], [20, 4, 33, 34, 35, 36, 37, 38, 39], [50, 51]]
@@ -52,7 +55,8 @@ class Script(Drafter):
         for text, row, length in zip(state, tokens.tolist(), lengths.tolist(), strict=True):
             text += row[:length]
 
-    def propose(self, state, draft_length, drafting, random):
+    def propose(self, state, shape, drafting, random):
+        draft_length = shape.depth
         self.asked.append(draft_length)
         tokens, lengths = [], []
         for text in state:
@@ -64,7 +68,8 @@ class Script(Drafter):
         width = max(lengths)
         tokens = torch.tensor(tokens)[:, :width]
         parents = torch.arange(-1, width - 1).expand_as(tokens)
-        return Proposal(tokens, parents, torch.tensor(lengths), None, None)
+        real = torch.arange(width) < torch.tensor(lengths)[:, None]
+        return Proposal(tokens, parents, real, None, None)
 
     def select_rows(self, state, rows):
         state[:] = [state[row] for row in rows.tolist()]
@@ -84,9 +89,9 @@ def endless(family="llama", **overrides):
 def test_greedy_output_is_the_verifiers_alone_and_in_a_ragged_batch(family, ragged):
     model = endless(family)
     drafter = Script(model, PROMPTS, 30, accuracy=0.6, ragged=ragged)
-    batch = generate(model, drafter, PROMPTS, draft_length=4, max_new_tokens=30, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(4), max_new_tokens=30, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
-        (alone,) = generate(model, drafter, [prompt], draft_length=4, max_new_tokens=30, **GREEDY)
+        (alone,) = generate(model, drafter, [prompt], shape=chain(4), max_new_tokens=30, **GREEDY)
         assert got.tokens == drafter.answers[tuple(prompt)]
         assert got == alone
         assert 0 < sum(got.accepted) < sum(got.examined) < sum(got.drafted)
@@ -94,7 +99,7 @@ def test_greedy_output_is_the_verifiers_alone_and_in_a_ragged_batch(family, ragg
 
 def test_without_a_drafter_it_is_plain_decoding():
     model = endless()
-    batch = generate(model, None, PROMPTS, draft_length=0, max_new_tokens=12, **GREEDY)
+    batch = generate(model, None, PROMPTS, shape=None, max_new_tokens=12, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
         assert got.tokens == plain(model, prompt, 12)
         assert (got.rounds, got.drafted) == (11, [])
@@ -103,7 +108,7 @@ def test_without_a_drafter_it_is_plain_decoding():
 def test_an_oracle_is_accepted_k_of_k_every_round():
     model = endless()
     drafter = Script(model, PROMPTS, 21, accuracy=1.0)
-    batch = generate(model, drafter, PROMPTS, draft_length=4, max_new_tokens=21, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(4), max_new_tokens=21, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
         assert got.tokens == drafter.answers[tuple(prompt)]
         assert got.rounds == 4
@@ -115,7 +120,7 @@ def test_an_oracle_is_accepted_k_of_k_every_round():
 def test_noise_is_never_accepted_and_changes_nothing():
     model = endless()
     drafter = Script(model, PROMPTS, 20, accuracy=0.0)
-    batch = generate(model, drafter, PROMPTS, draft_length=3, max_new_tokens=20, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(3), max_new_tokens=20, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
         assert got.tokens == drafter.answers[tuple(prompt)]
         assert (got.rounds, sum(got.accepted)) == (19, 0)
@@ -126,11 +131,11 @@ def test_noise_is_never_accepted_and_changes_nothing():
 def test_max_new_tokens_is_exact_and_nothing_is_drafted_beyond_it(count, accuracy):
     model = endless()
     drafter = Script(model, PROMPTS, 9, accuracy)
-    batch = generate(model, drafter, PROMPTS, draft_length=3, max_new_tokens=count, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(3), max_new_tokens=count, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
         assert got.tokens == drafter.answers[tuple(prompt)][:count]
     drafter.asked.clear()
-    (alone,) = generate(model, drafter, PROMPTS[:1], draft_length=3, max_new_tokens=count, **GREEDY)
+    (alone,) = generate(model, drafter, PROMPTS[:1], shape=chain(3), max_new_tokens=count, **GREEDY)
     assert alone == batch[0]
     if accuracy == 1.0:  # the last round drafts what is left, and no more
         left = [count - 1 - 4 * i for i in range((count + 2) // 4)]
@@ -147,7 +152,7 @@ def test_a_terminator_inside_an_accepted_block_ends_the_output():
     # block 0 is prefill's token, then come blocks of five; the terminator: third of the second
     stop = next(i for i in range(6, 10) if answer[i] not in answer[:i])
     model.terminator_ids = (answer[stop], 63 if answer[stop] != 63 else 62)
-    (got,) = generate(model, drafter, PROMPTS[:1], draft_length=4, max_new_tokens=20, **GREEDY)
+    (got,) = generate(model, drafter, PROMPTS[:1], shape=chain(4), max_new_tokens=20, **GREEDY)
     inside = stop - 5
     assert got.tokens == answer[: stop + 1]
     assert got.rounds == 2
@@ -160,7 +165,7 @@ def test_the_first_of_several_terminators_ends_each_row():
     drafter = Script(model, PROMPTS, 25, accuracy=0.7)
     stops = {answer[3 + 4 * i] for i, answer in enumerate(drafter.answers.values())}
     model.terminator_ids = tuple(stops)
-    batch = generate(model, drafter, PROMPTS, draft_length=4, max_new_tokens=25, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(4), max_new_tokens=25, **GREEDY)
     for prompt, got in zip(PROMPTS, batch, strict=True):
         answer = drafter.answers[tuple(prompt)]
         end = next(i for i, token in enumerate(answer) if token in stops)
@@ -172,7 +177,7 @@ def test_a_terminator_out_of_prefill_has_no_round():
     model = endless()
     drafter = Script(model, PROMPTS, 8, accuracy=1.0)
     model.terminator_ids = (drafter.answers[tuple(PROMPTS[1])][0],)
-    batch = generate(model, drafter, PROMPTS, draft_length=2, max_new_tokens=8, **GREEDY)
+    batch = generate(model, drafter, PROMPTS, shape=chain(2), max_new_tokens=8, **GREEDY)
     assert batch[1].tokens == list(model.terminator_ids)
     assert batch[1].rounds == 0 and batch[0].rounds > 0
 
@@ -217,7 +222,7 @@ class Checking(Script):
 
     def check(self, model, prompts, count, monkeypatch):
         self.watch(model, monkeypatch)
-        return generate(model, self, prompts, draft_length=4, max_new_tokens=count, **GREEDY)
+        return generate(model, self, prompts, shape=chain(4), max_new_tokens=count, **GREEDY)
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "ragged"])
@@ -235,160 +240,9 @@ def test_cache_and_states_equal_a_fresh_pass_after_every_round(family, prompts, 
 def test_a_skipped_rollback_is_seen_in_the_cache(prompts, monkeypatch):
     model = endless()
     drafter = Checking(model, prompts, 12, accuracy=0.6)
-    monkeypatch.setattr(speculate, "_cut", lambda *_: None)
+    monkeypatch.setattr(RaggedCache, "keep_path", lambda *_: None)
     with pytest.raises(AssertionError):
         drafter.check(model, prompts, 12, monkeypatch)
-
-
-# ---- sampled: 200,000 draws from tables --------------------------------------------------------
-
-DRAWS, V = 200_000, 5
-
-
-def tables(seed: int, sharpness: float = 1.5) -> list[torch.Tensor]:
-    """Logits of a token given none, one or two before it: [V], [V, V], [V, V, V]."""
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(*[V] * (n + 1), generator=made) * sharpness for n in range(3)]
-
-
-def laws(logits: list[torch.Tensor], sampling: Sampling) -> list[torch.Tensor]:
-    return [sampling.probs(table) for table in logits]
-
-
-def masked(logits: list[torch.Tensor], allowed: list[int]) -> list[torch.Tensor]:
-    banned = torch.ones(V, dtype=torch.bool)
-    banned[allowed] = False
-    return [table.masked_fill(banned, -torch.inf) for table in logits]
-
-
-def along(law: list[torch.Tensor], texts: torch.Tensor) -> torch.Tensor:
-    """[n, 3, V] laws of the three tokens of `texts [n, >= 2]`, each given those before."""
-    first, second = texts[:, 0], texts[:, 1]
-    return torch.stack([law[0].expand(len(texts), V), law[1][first], law[2][first, second]], 1)
-
-
-def table_p_value(q, p, greedy_drafts=False, vocabulary=None, seed=0) -> tuple[float, float]:
-    """Decode three tokens of q with two drafts from p, DRAWS times: (p-value, accepted share)."""
-    uniform = torch.rand(
-        DRAWS, 8, dtype=torch.double, generator=torch.Generator().manual_seed(seed)
-    )
-    drafts = torch.zeros(DRAWS, 2, dtype=torch.long)
-    for i in range(2):
-        law = along(p, drafts)[:, i]
-        drafts[:, i] = law.argmax(-1) if greedy_drafts else draw(law, uniform[:, i])
-    q_laws, p_laws = along(q, drafts), along(p, drafts)[:, :2]
-    if vocabulary is not None:
-        p_laws = p_laws[..., vocabulary]
-    accepted, token = verify_chain(
-        q_laws,
-        drafts,
-        torch.full((DRAWS,), 2),
-        uniform[:, 2:5],
-        None if greedy_drafts else p_laws,
-        vocabulary,
-    )
-    block = torch.cat([drafts, token[:, None]], 1).scatter(1, accepted[:, None], token[:, None])
-    for i in (1, 2):  # what later rounds would write
-        later = draw(along(q, block)[:, i], uniform[:, 5 + i])
-        block[:, i] = torch.where(accepted < i, later, block[:, i])
-    cells = (block * torch.tensor([V * V, V, 1])).sum(1)
-    joint = q[0][:, None, None] * q[1][:, :, None] * q[2]
-    outcome = chi_square(cells.bincount(minlength=V**3), joint.flatten())
-    return outcome.p_value, float(accepted.double().mean() / 2)
-
-
-WARM = Sampling(1.0)
-TABLES = {
-    "unlike": lambda: (laws(tables(1), WARM), laws(tables(2), WARM)),
-    "equal": lambda: (laws(tables(1), WARM), laws(tables(1), WARM)),
-    "disjoint": lambda: (
-        laws(masked(tables(1), [0, 2]), WARM),
-        laws(masked(tables(2), [1, 3, 4]), WARM),
-    ),
-    "overlapping": lambda: (
-        laws(masked(tables(1), [0, 2, 3]), WARM),
-        laws(masked(tables(2), [2, 3, 4]), WARM),
-    ),
-    "another temperature": lambda: (laws(tables(1), Sampling(0.7)), laws(tables(1), Sampling(1.6))),
-    "top-k, top-p": lambda: (
-        laws(tables(1), Sampling(0.9, 4, 0.85)),
-        laws(tables(3), Sampling(1.2, 3)),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-@pytest.mark.parametrize("greedy_drafts", [False, True], ids=["sampled", "greedy"])
-def test_joint_law_of_a_chain_is_the_verifiers(case, greedy_drafts):
-    p_value, accepted = table_p_value(*TABLES[case](), greedy_drafts)
-    assert p_value > 0.001
-    if case == "equal" and not greedy_drafts:
-        assert accepted == 1.0
-    if case == "disjoint":
-        assert accepted == 0.0
-
-
-def test_joint_law_is_the_verifiers_with_a_draft_vocabulary():
-    vocabulary = torch.tensor([0, 1, 4])
-    p = laws(masked(tables(2), vocabulary.tolist()), WARM)
-    p_value, accepted = table_p_value(laws(tables(1), WARM), p, vocabulary=vocabulary)
-    assert p_value > 0.001 and accepted > 0.1
-
-
-def test_acceptance_rate_is_the_overlap_of_the_laws():
-    q, p = TABLES["unlike"]()
-    uniform = torch.rand(DRAWS, 3, dtype=torch.double, generator=torch.Generator().manual_seed(5))
-    drafts = draw(p[0].expand(DRAWS, V), uniform[:, 0])[:, None]
-    q_laws = q[0].expand(DRAWS, 2, V)
-    accepted, _ = verify_chain(
-        q_laws, drafts, torch.ones(DRAWS).long(), uniform[:, 1:], p[0].expand(DRAWS, 1, V)
-    )
-    overlap = float(torch.minimum(q[0], p[0]).sum())
-    assert float(accepted.double().mean()) == pytest.approx(overlap, abs=4 * (0.25 / DRAWS) ** 0.5)
-
-
-def norm(weights: torch.Tensor) -> torch.Tensor:
-    return weights / weights.sum(-1, keepdim=True)
-
-
-MUTANTS = {
-    "residual soft-maxed": ("residual", lambda q, p: (q - p).clamp(min=0).softmax(-1)),
-    "q in place of the residual": ("residual", lambda q, p: q),
-    "residual without its clamp": ("residual", lambda q, p: norm((q - p).abs())),
-    "accepts by q alone": ("accepts", lambda u, q, p: u < q),
-    "accepts p/q": ("accepts", lambda u, q, p: u * q < p),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_rule_is_seen_in_200_000_draws(mutant, monkeypatch):
-    monkeypatch.setattr(speculate, *MUTANTS[mutant])
-    p_value, _ = table_p_value(*TABLES["unlike"]())
-    assert p_value < 1e-6
-
-
-def impossible_draft_is_accepted() -> bool:
-    q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    accepted, _ = verify_chain(
-        q, torch.tensor([[0]]), torch.tensor([1]), torch.zeros(1, 2, dtype=torch.double)
-    )
-    return bool(accepted)
-
-
-def test_a_token_the_verifier_cannot_write_is_rejected_at_u_zero(monkeypatch):
-    assert not impossible_draft_is_accepted()
-    monkeypatch.setattr(speculate, "accepts", lambda u, q, p: u * p <= q)
-    assert impossible_draft_is_accepted()
-
-
-def test_drafts_beyond_a_rows_length_are_not_looked_at():
-    q = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]).expand(3, 3, 2)
-    drafts, lengths = torch.tensor([[1, 1]] * 3), torch.tensor([0, 1, 2])
-    half = torch.full((3, 3), 0.5, dtype=torch.double)
-    accepted, token = verify_chain(q, drafts, lengths, half)
-    assert accepted.tolist() == [0, 1, 2] and token.tolist() == [1, 1, 0]
-    accepted, token = speculate.verify_greedy(q.argmax(-1), drafts, lengths)
-    assert accepted.tolist() == [0, 1, 2] and token.tolist() == [1, 1, 0]
 
 
 # ---- sampled: the loop -------------------------------------------------------------------------
@@ -408,31 +262,17 @@ class Bigram(Drafter):
     def advance(self, state, tokens, lengths, states):
         state["last"] = tokens[torch.arange(len(tokens)), lengths - 1]
 
-    def propose(self, state, draft_length, drafting, random):
-        last, tokens, log_probs = state["last"], [], []
-        for _ in range(draft_length):
-            if drafting.sampled:
-                p = drafting.sampling.probs(self.table[last])
-                column = draw(p, random.uniform()[:, 0])
-                log_probs.append(p.log())
-            else:
-                column = self.table[last].argmax(-1)
-            last = column if self.vocabulary is None else self.vocabulary[column]
-            tokens.append(last)
-        tokens = torch.stack(tokens, 1)
-        return Proposal(
-            tokens,
-            torch.arange(-1, draft_length - 1).expand_as(tokens),
-            torch.full((len(tokens),), draft_length),
-            torch.stack(log_probs, 1) if log_probs else None,
-            self.vocabulary if log_probs else None,
-        )
+    def propose(self, state, shape, drafting, random):
+        first = self.table[state["last"]]
+        return grow(first, lambda nodes: self.table[nodes.tokens], shape, drafting, random,
+                    self.vocabulary)  # fmt: skip
 
     def select_rows(self, state, rows):
         state["last"] = state["last"][rows]
 
 
 WIDTH, END, ROWS = 6, 2, 20_000
+THREE = chain(3)
 PROMPT = [3, 1, 4]
 
 
@@ -461,16 +301,18 @@ def exact_law(model, sampling: Sampling) -> torch.Tensor:
     return law
 
 
-def loop_p_value(sampling, drafting, vocabulary=None, law_of=None, draft_length=3) -> float:
+def loop_p_value(sampling, drafting, shape=THREE, vocabulary=None, law_of=None) -> float:
     """Chi-square of the first three tokens of 20,000 rows through the real loop."""
     model = small()
     law = exact_law(model, law_of or sampling)
-    drafter = Bigram(WIDTH, vocabulary) if drafting is not None else None
+    drafter = None if drafting is None else Bigram(WIDTH, vocabulary)
+    if shape == "mixed":
+        drafter, shape = Mixed(WIDTH), cartesian(3, 2)
     batch = generate(
         model,
         drafter,
         [PROMPT] * ROWS,
-        draft_length=draft_length,
+        shape=shape,
         sampling=sampling,
         drafting=drafting,
         max_new_tokens=4,
@@ -484,13 +326,59 @@ def loop_p_value(sampling, drafting, vocabulary=None, law_of=None, draft_length=
     return chi_square(cells.bincount(minlength=343), law.flatten()).p_value
 
 
+class Mixed(Bigram):
+    """Two children drawn without replacement, the likeliest of the rest; below the first, the
+    likeliest and one drawn from what is left. Five nodes, of which two are point masses."""
+
+    def propose(self, state, shape, drafting, random):
+        first, rows = self.table[state["last"]], len(state["last"])
+        uniform, probs = random.uniform(3), drafting.sampling.probs
+        law = probs(first)
+        a = draw(law, uniform[:, 0])
+        without_a = norm(law.scatter(1, a[:, None], 0.0))
+        b = draw(without_a, uniform[:, 1])
+        c = without_a.scatter(1, b[:, None], 0.0).argmax(-1)
+        below = probs(self.table[a])
+        d = below.argmax(-1)
+        without_d = norm(below.scatter(1, d[:, None], 0.0))
+        e = draw(without_d, uniform[:, 2])
+        c_point, d_point = (torch.nn.functional.one_hot(t, self.table.shape[1]) for t in (c, d))
+        tokens = torch.stack([a, b, c, d, e], 1)
+        log_probs = torch.stack([law, without_a, c_point, d_point, without_d], 1).float().log()
+        parents = torch.tensor([-1, -1, -1, 0, 0]).expand(rows, -1)
+        keep = [i for i, depth in enumerate((1, 1, 1, 2, 2)) if depth <= shape.depth]
+        real = torch.ones(rows, len(keep), dtype=torch.bool)
+        return Proposal(tokens[:, keep], parents[:, keep], real, log_probs[:, keep], None)
+
+
+def norm(weights: torch.Tensor) -> torch.Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+WARM, SEVEN = (
+    Drafting(True, Sampling(1.0)),
+    static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+)
+NUCLEUS = Sampling(1.0, 0, 0.9)
 LOOPS = {
-    "sampled": (Sampling(1.0), Drafting(True, Sampling(1.0)), None),
-    "sampled hotter": (Sampling(0.8), Drafting(True, Sampling(1.5)), None),
-    "greedy drafts": (Sampling(1.2), Drafting(False, Sampling()), None),
-    "draft vocabulary": (Sampling(1.0), Drafting(True, Sampling(1.0)), torch.tensor([0, 2, 3, 5])),
-    "top-k, top-p": (Sampling(1.5, 5, 0.9), Drafting(True, Sampling(1.0, 3)), None),
-    "no drafter": (Sampling(1.0), None, None),
+    "sampled": (Sampling(1.0), WARM),
+    "sampled hotter": (Sampling(0.8), Drafting(True, Sampling(1.5))),
+    "greedy drafts": (Sampling(1.2), GREEDY["drafting"]),
+    "draft vocabulary": (Sampling(1.0), WARM, THREE, torch.tensor([0, 2, 3, 5])),
+    "top-k, top-p": (Sampling(1.5, 5, 0.9), Drafting(True, Sampling(1.0, 3))),
+    "no drafter": (Sampling(1.0), None),
+    "sampled tree at 0.7": (Sampling(0.7), Drafting(True, Sampling(0.7)), SEVEN),
+    "sampled tree at 1.3": (Sampling(1.3), Drafting(True, Sampling(1.3)), SEVEN),
+    "sampled tree, top-p": (NUCLEUS, Drafting(True, NUCLEUS), SEVEN),
+    "sampled tree, draft vocabulary": (Sampling(1.3), WARM, SEVEN, torch.tensor([0, 2, 3, 5])),
+    "deterministic tree at 0.7": (Sampling(0.7), GREEDY["drafting"], SEVEN),
+    "deterministic tree at 1.3": (Sampling(1.3), GREEDY["drafting"], SEVEN),
+    "deterministic tree, top-p": (NUCLEUS, GREEDY["drafting"], SEVEN),
+    "dynamic tree at 1.3": (Sampling(1.3), GREEDY["drafting"], Dynamic(3, 2, 7)),
+    "dynamic tree, top-p": (Sampling(0.7, 0, 0.9), GREEDY["drafting"], Dynamic(3, 2, 7)),
+    "mixed tree at 0.7": (Sampling(0.7), Drafting(True, Sampling(0.7)), "mixed"),
+    "mixed tree at 1.3": (Sampling(1.3), WARM, "mixed"),
+    "mixed tree, top-p": (NUCLEUS, WARM, "mixed"),
 }
 
 
@@ -500,13 +388,13 @@ def test_joint_law_of_three_tokens_through_the_loop_is_the_verifiers(case):
 
 
 def test_a_soft_maxed_residual_is_seen_through_the_loop(monkeypatch):
-    monkeypatch.setattr(speculate, *MUTANTS["residual soft-maxed"])
+    monkeypatch.setattr(rejection, "residual", lambda q, p: (q - p).clamp(min=0).softmax(-1))
     assert loop_p_value(*LOOPS["sampled"]) < 1e-6
 
 
 def test_a_verifier_whose_temperature_is_ignored_is_seen_through_the_loop():
     # verification at temperature 1 where 0.8 was asked for
-    _, drafting, _ = LOOPS["sampled hotter"]
+    _, drafting = LOOPS["sampled hotter"]
     assert loop_p_value(Sampling(1.0), drafting, law_of=Sampling(0.8)) < 1e-6
 
 
@@ -516,7 +404,7 @@ def test_a_rows_text_does_not_depend_on_its_batch(sampled):
     with torch.no_grad():
         model.head.weight.mul_(0.5)
     settings = {
-        "draft_length": 3,
+        "shape": chain(3),
         "sampling": Sampling(1.0, 50, 0.95),
         "drafting": Drafting(sampled, Sampling(0.3)),
         "max_new_tokens": 16,
@@ -536,7 +424,7 @@ def test_a_timer_accounts_for_the_whole_call():
     drafter = Script(model, PROMPTS[:1], 16, accuracy=0.5)
     timer = Timer()
     (got,) = generate(
-        model, drafter, PROMPTS[:1], draft_length=3, max_new_tokens=16, timer=timer, **GREEDY
+        model, drafter, PROMPTS[:1], shape=chain(3), max_new_tokens=16, timer=timer, **GREEDY
     )
     assert timer.rounds == got.rounds
     assert min(timer.prefill, timer.proposal, timer.verification, timer.upkeep) > 0
@@ -546,7 +434,6 @@ def test_a_timer_accounts_for_the_whole_call():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"draft_length": 0}, "draft_length must be 1 or more, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
         ({"max_new_tokens": 510}, "prompt 0 has 3 tokens.*context of 'tiny/llama', 512"),
         ({"prompts": [[4], []]}, "prompt 1 is empty"),
@@ -555,7 +442,7 @@ def test_a_timer_accounts_for_the_whole_call():
 )
 def test_what_cannot_be_decoded_is_refused_in_one_line(change, message):
     model = endless()
-    arguments = {"prompts": PROMPTS[:1], "draft_length": 2, "max_new_tokens": 4} | GREEDY | change
+    arguments = {"prompts": PROMPTS[:1], "shape": chain(2), "max_new_tokens": 4} | GREEDY | change
     with pytest.raises(ValueError, match=message) as error:
         generate(model, Bigram(64), **arguments)
     assert "\n" not in str(error.value)
@@ -565,7 +452,7 @@ def test_a_prompt_may_fill_the_context_to_the_last_token():
     model = endless(max_position_embeddings=16)
     prompts = [list(range(3, 13)), [5]]
     drafter = Script(model, prompts, 6, accuracy=0.5)
-    batch = generate(model, drafter, prompts, draft_length=5, max_new_tokens=6, **GREEDY)
+    batch = generate(model, drafter, prompts, shape=chain(5), max_new_tokens=6, **GREEDY)
     assert [got.tokens for got in batch] == list(drafter.answers.values())
     assert all(a != b for a, b in pairwise(drafter.answers.values()))
 

@@ -17,8 +17,8 @@ from tiny_run import lines, losses
 
 from headstart.data.collate import Featurizer
 from headstart.data.render import Row
-from headstart.models import drafter as drafters
 from headstart.models.eagle3 import Eagle3Config
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.script import parse, run_script
 from headstart.train import eagle3, prepare
@@ -88,13 +88,13 @@ def test_run_leaves_a_drafter_for_its_verifier(
     output = capsys.readouterr().out
     assert "12 conversations, 12 rows" in output and "3 rows are replayed" in output
     assert "draft vocabulary: 32 of 64 ids" in output
-    drafter = drafters.load(tmp_path / "run" / "best", tiny.verifier())
+    drafter = load_checkpoint(tmp_path / "run" / "best", tiny.verifier())
     assert len(drafter.draft_ids) == 32
     validations = [line["validation"] for line in lines(tmp_path / "run", "validation")]
     assert [v["step"] for v in validations] == [2, 4]
     assert validations[0]["prompts"] == 3 and len(validations[0]["conditional"]) == 4
     with pytest.raises(ValueError, match="was trained for"):
-        drafters.load(tmp_path / "run" / "best", tiny.verifier(seed=1))
+        load_checkpoint(tmp_path / "run" / "best", tiny.verifier(seed=1))
 
 
 def test_resolved_recipe_can_be_run_again(tmp_path: Path, verifier: str) -> None:

@@ -14,9 +14,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from headstart.eval.measures import Counts, summarise
-from headstart.models import drafter as drafters
 from headstart.models.drafter import Batch
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.loop import TrainingConfig, fit, launch
@@ -104,7 +104,7 @@ def train(
     checkpoints = Checkpoints(output_dir, config.keep_last, recipe)
     resumed = checkpoints.open(config.resume)
     if resumed is not None:
-        drafter = drafters.load(resumed.folder, VERIFIER)
+        drafter = load_checkpoint(resumed.folder, VERIFIER)
         drafter.loss = LossConfig(num_steps=2)
     elif drafter is None:
         drafter = Eagle3.create(VERIFIER, Eagle3Config(), LossConfig(num_steps=2), torch.ones(64))

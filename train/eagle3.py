@@ -9,9 +9,9 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 
 from dataclasses import asdict, dataclass, field
 
-from headstart.models import drafter as drafters
 from headstart.models import vocab
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.script import run_script
 from headstart.train import prepare
@@ -52,7 +52,7 @@ def run(recipe: Recipe) -> None:
     verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
-        drafter = drafters.load(resumed.folder, verifier, allow_verifier=None)
+        drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)
         drafter.loss = recipe.loss
         accelerator.print(f"resuming from {resumed.folder}")
     elif recipe.init_from is not None:

@@ -14,8 +14,8 @@ from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
-from headstart.models import drafter as drafters
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
@@ -114,8 +114,8 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
 
 def initial_drafter(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
     """A trained drafter to start from, perhaps another verifier's."""
-    drafter = drafters.load(folder, verifier, allow_verifier=True)
-    made_for = drafters.read_config(folder)["headstart"]
+    drafter = load_checkpoint(folder, verifier, allow_verifier=True)
+    made_for = read_config(folder)["headstart"]
     if made_for["fingerprint"] != verifier.fingerprint():
         warnings.warn(
             f"init_from: {folder} was trained for {made_for['verifier']}, which is not this "

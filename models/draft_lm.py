@@ -1,0 +1,211 @@
+"""A causal language model with the verifier's tokenizer as drafter: the vanilla draft model.
+
+At slot t, step s it reads x_0 … x_{t+1+s}, so its law for x_{t+2+s} is its own at position t+1+s:
+one pass over a text gives every step, each a shift of the same hidden states. It needs nothing of
+the verifier's states.
+
+Legend: B rows, T slots, n new tokens, M nodes stepped, H' the draft model's hidden size, V and V'
+verifier's and draft model's vocabulary.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headstart.models.cache import HOLE, RaggedCache
+from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
+from headstart.models.growth import Nodes, grow
+from headstart.models.losses import LossConfig
+from headstart.models.sampling import RowRandom
+from headstart.models.trees import ROOT, Shape
+from headstart.models.verifier import States, Verifier
+
+
+class State:
+    """Decoding state. The cache may end in nodes of the last proposal, not known to be right."""
+
+    def __init__(self, first_tokens: Tensor):
+        self.first: Tensor | None = first_tokens[:, None]  # [B, 1] x_0, until it has been read
+        self.cache = RaggedCache(len(first_tokens), first_tokens.device)
+        self.length = torch.zeros_like(first_tokens)  # [B] tokens read, these nodes not among them
+        self.output: Tensor | None = None  # [B, H'] after the pending token
+        self.nodes: tuple[Tensor, Tensor] | None = None  # [B, M] tokens and parents of those nodes
+
+
+class DraftLM(TrainableDrafter):
+    """The drafter around a model, which is wrapped as a `Verifier` for its caches and logits."""
+
+    feature_layers = ()
+
+    def __init__(self, lm: Verifier, verifier: Verifier, loss: LossConfig):
+        super().__init__(verifier, loss)
+        check_tokenizer(lm, verifier)
+        self._lm = (lm,)
+        self.model = lm.model
+        self.config = lm.model.config
+        self.context_length = lm.context_length
+        # padded vocabularies may differ in size; real tokens are below both
+        self.width = min(lm.vocab_size, verifier.vocab_size)
+        shorter = self.width < verifier.vocab_size
+        self.draft_ids = torch.arange(self.width, device=lm.device) if shorter else None
+
+    @property
+    def lm(self) -> Verifier:
+        return self._lm[0]
+
+    # ---- training and replay -----------------------------------------------------------------
+
+    def unroll(self, batch: Batch, num_steps: int) -> Iterator[Tensor]:
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        ids = ids.clamp(max=self.lm.vocab_size - 1)
+        hidden = self.lm.states(ids, (), positions, batch["document_ids"]).last_hidden
+        for _ in range(num_steps):
+            hidden = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
+            yield hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm.logits(hidden)[..., : self.width]
+
+    # ---- decoding ----------------------------------------------------------------------------
+
+    def start(self, first_tokens: Tensor) -> State:
+        return State(first_tokens)
+
+    def advance(self, state: State, tokens: Tensor, lengths: Tensor, states: States) -> None:
+        if state.first is not None:
+            tokens, lengths = torch.cat([state.first, tokens], 1), lengths + 1
+            state.first = None
+        if not bool(lengths.any()):
+            return
+        tokens = tokens.clamp(max=self.lm.vocab_size - 1)  # ids of the verifier's padding
+        known = self._keep_verified(state, tokens, lengths)
+        order = torch.arange(int((lengths - known).max()), device=tokens.device)
+        index = known[:, None] + order
+        new = index < lengths[:, None]
+        positions = (state.length[:, None] + index).masked_fill(~new, HOLE)
+        tokens = tokens.gather(1, index.clamp(max=tokens.shape[1] - 1))
+        hidden = self.lm.states(tokens, (), positions, cache=state.cache).last_hidden
+        last = (lengths - known - 1).clamp(min=0)
+        output = hidden[torch.arange(len(tokens), device=tokens.device), last]
+        if state.output is not None:
+            output = torch.where((lengths > 0)[:, None], output, state.output)
+        state.output = output
+        state.length = state.length + lengths
+
+    def _keep_verified(self, state: State, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Keep the proposal's nodes that came true, drop the others: how many, `[B]`.
+
+        Unlike a drafter that reads the verifier's states, this one has read exactly these tokens.
+        The last token always stays to be read: what follows it is wanted.
+        """
+        count = torch.zeros_like(lengths)
+        if state.nodes is None:
+            return count
+        node_tokens, parents = state.nodes
+        state.nodes = None
+        at, path = torch.full_like(lengths, ROOT), []
+        going = torch.ones_like(lengths, dtype=torch.bool)
+        for i in range(tokens.shape[1] - 1):
+            hit = (parents == at[:, None]) & (node_tokens == tokens[:, i : i + 1])
+            going = going & hit.any(1) & (i < lengths - 1)
+            at = torch.where(going, hit.int().argmax(1), at)
+            path.append(at)
+            count += going
+        longest = int(count.max())
+        slots = torch.stack(path, 1) if path else node_tokens[:, :0]
+        state.cache.keep_path(node_tokens.shape[1], slots, count, longest)
+        return count
+
+    def propose(
+        self, state: State, shape: Shape, drafting: Drafting, random: RowRandom | None
+    ) -> Proposal:
+        self._forget_nodes(state)
+
+        def step(nodes: Nodes) -> Tensor:
+            positions = (state.length + nodes.depth - 1)[:, None].expand_as(nodes.tokens)
+            # where a text ends, deeper nodes are dropped later, but must not crash here
+            positions = positions.clamp(max=self.lm.context_length - 1)
+            states = self.lm.states(nodes.tokens, (), positions, cache=state.cache, mask=nodes.seen)
+            held = (nodes.tokens, nodes.parents)
+            if state.nodes is not None:
+                held = tuple(torch.cat(pair, 1) for pair in zip(state.nodes, held, strict=True))
+            state.nodes = held
+            return self.logits(states.last_hidden)
+
+        return grow(self.logits(state.output), step, shape, drafting, random, self.draft_ids)
+
+    @staticmethod
+    def _forget_nodes(state: State) -> None:
+        if state.nodes is not None:
+            state.cache.truncate(state.cache.positions.shape[1] - state.nodes[0].shape[1])
+            state.nodes = None
+
+    def select_rows(self, state: State, rows: Tensor) -> None:
+        state.cache.select_rows(rows, squeeze=state.nodes is None)  # nodes lie at the end
+        state.length = state.length[rows]
+        if state.first is not None:
+            state.first = state.first[rows]
+        if state.output is not None:
+            state.output = state.output[rows]
+        if state.nodes is not None:
+            state.nodes = tuple(held[rows] for held in state.nodes)
+
+
+def check_tokenizer(lm: Verifier, verifier: Verifier) -> None:
+    """Both models must mean the same by an id.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ours, theirs = lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
+    differing = [token for token, number in theirs.items() if ours.get(token) != number]
+    if not differing and len(ours) == len(theirs):
+        return
+    example = ""
+    if differing:
+        token = min(differing, key=theirs.get)
+        example = (
+            f", first {token!r}: {theirs[token]} to the verifier, "
+            f"{ours.get(token, 'no token')} to the drafter"
+        )
+    raise ValueError(
+        f"drafter {lm.name!r} has another tokenizer than the verifier {verifier.name!r}: "
+        f"{len(ours)} tokens against {len(theirs)}, {len(differing)} of the verifier's differ"
+        f"{example}; pass a model of the same family, or prompt-lookup"
+    )
+
+
+def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
+    """The verifier with only some of its decoder layers, numbered from 0; weights are shared.
+
+    Raises:
+        ValueError: a layer that it does not have, or none.
+    """
+    if not layers or not all(0 <= layer < verifier.num_layers for layer in layers):
+        raise ValueError(
+            f"layers of a cut must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
+            f"got {list(layers)}"
+        )
+    config = copy.deepcopy(verifier.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = len(layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in layers]
+    model = type(verifier.model)(config).to(verifier.dtype)
+    prefix = next(n for n, m in verifier.model.named_modules() if m is verifier.layers) + "."
+    weights = {}
+    for name, tensor in verifier.model.state_dict().items():
+        if not name.startswith(prefix):
+            weights[name] = tensor
+            continue
+        number, rest = name.removeprefix(prefix).split(".", 1)
+        for place, layer in enumerate(layers):
+            if layer == int(number):
+                weights[f"{prefix}{place}.{rest}"] = tensor
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    model.generation_config = verifier.model.generation_config
+    name = f"{verifier.name} cut to layers {','.join(map(str, layers))}"
+    return Verifier(model.to(verifier.device), verifier.tokenizer, name)

@@ -1,0 +1,162 @@
+"""From the name of a drafter to the drafter: a checkpoint of ours, another model, or a lookup."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from headstart.models.draft_lm import DraftLM, cut
+from headstart.models.drafter import Drafter, TrainableDrafter
+from headstart.models.eagle3 import Eagle3
+from headstart.models.lookup import (
+    Lookahead,
+    LookaheadConfig,
+    PromptLookup,
+    PromptLookupConfig,
+)
+from headstart.models.losses import LossConfig
+from headstart.models.verifier import Verifier
+from headstart.script import options
+
+CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3}
+
+
+def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter:
+    """The drafter of this name.
+
+    Args:
+        name: the folder of a checkpoint that headstart saved; prompt-lookup or lookahead, options
+            behind a colon (prompt-lookup:max_ngram=4); layers:0-5, the verifier itself with only
+            these of its layers; or any causal language model, as a folder, a Hub name or
+            embedded/smollm2-135m.
+        allow_verifier: accept a checkpoint for a verifier with another fingerprint.
+
+    Raises:
+        ValueError: no such drafter, one that cannot be read, or one made for another verifier.
+    """
+    kind = name.partition(":")[0]
+    if kind == "prompt-lookup":
+        return PromptLookup(options(name, PromptLookupConfig))
+    if kind == "lookahead":
+        return Lookahead(options(name, LookaheadConfig))
+    if kind == "layers":
+        return DraftLM(cut(verifier, _layers(name)), verifier, LossConfig())
+    if is_checkpoint(name):
+        return load_checkpoint(name, verifier, allow_verifier)
+    return DraftLM(_language_model(name, verifier), verifier, LossConfig())
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether this names a folder that headstart should have saved: no lookup, no model."""
+    folder = Path(name)
+    if name.partition(":")[0] in ("prompt-lookup", "lookahead", "layers"):
+        return False
+    if not folder.exists():  # a path that leads nowhere, or a name of the Hub
+        return name.startswith(("/", ".", "~")) or name.count("/") > 1
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return "headstart" in config or "model_type" not in config
+    except (OSError, TypeError, ValueError):
+        return True
+
+
+def load_pair(
+    verifier: str | None, drafter: str, dtype: str, device: str, allow_verifier: bool = False
+) -> tuple[Verifier, Drafter]:
+    """A drafter, ready to draft, and its verifier: the one it was trained for when not given.
+
+    Raises:
+        ValueError: either cannot be loaded, they do not belong together, or a drafter that was
+            made for no verifier came without one.
+    """
+    name = verifier
+    if name is None and is_checkpoint(drafter):
+        name = read_config(drafter)["headstart"]["verifier"]
+    if name is None:
+        raise ValueError(
+            f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
+            "embedded/smollm2-135m"
+        )
+    loaded = Verifier.load(name, dtype, device)
+    made = load(drafter, loaded, allow_verifier)
+    return loaded, made.eval() if isinstance(made, TrainableDrafter) else made
+
+
+def kind_of(drafter: Drafter) -> str:
+    """What a report calls it."""
+    kinds = {PromptLookup: "prompt-lookup", Lookahead: "lookahead", DraftLM: "draft_lm"}
+    return (kinds | {made: name for name, made in CLASSES.items()})[type(drafter)]
+
+
+def load_checkpoint(
+    folder: str | Path, verifier: Verifier, allow_verifier: bool | None = False
+) -> TrainableDrafter:
+    """Read a drafter that headstart saved.
+
+    Args:
+        allow_verifier: accept a verifier with another fingerprint, such as a quantised copy;
+            None: do not, and name no such option in the message, where there is none.
+
+    Raises:
+        ValueError: no drafter there, one that cannot be read, or one made for another verifier.
+    """
+    config = read_config(folder)
+    made_for = config["headstart"]
+    if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
+        hint = (
+            "" if allow_verifier is None else ", or --allow_verifier true for a copy of the model"
+        )
+        raise ValueError(
+            f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
+            f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
+            f"); pass its own verifier{hint}"
+        )
+    if made_for["type"] not in CLASSES:
+        raise ValueError(
+            f"drafter {str(folder)!r} has type {made_for['type']!r}; this version of headstart "
+            f"knows {', '.join(CLASSES)}"
+        )
+    return CLASSES[made_for["type"]].load(Path(folder), config, verifier, LossConfig())
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config of a drafter that headstart saved.
+
+    Raises:
+        ValueError: no such drafter there.
+    """
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config["headstart"]["type"], config["headstart"]["fingerprint"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
+            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
+        ) from error
+    return config
+
+
+def _language_model(name: str, verifier: Verifier) -> Verifier:
+    """A causal language model to draft with, in the verifier's precision."""
+    dtype = str(verifier.dtype).removeprefix("torch.")
+    try:
+        return Verifier.load(name, dtype, verifier.device)
+    except ValueError as error:
+        message = str(error).replace("verifier", "drafter", 1)
+        raise ValueError(
+            f"{message} (A drafter may also be the folder of a checkpoint, prompt-lookup, "
+            "lookahead, or layers:0-5.)"
+        ) from error
+
+
+def _layers(name: str) -> tuple[int, ...]:
+    """layers:0-3,28,29"""
+    found: list[int] = []
+    for part in name.partition(":")[2].split(","):
+        span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not span:
+            raise ValueError(
+                f"drafter {name!r}: {part!r} is no layer; write layers:0-5 or layers:0,1,29"
+            )
+        found += range(int(span[1]), int(span[2] or span[1]) + 1)
+    return tuple(found)
