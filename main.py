@@ -1,6 +1,8 @@
-"""Speculative decoding without a model, in seconds: eval/simulate.py, run from the root.
+"""Speculative decoding without a model, in seconds.
 
-python main.py --vocab 64 --alpha 0.75 --k 4 --samples 50000
+    python main.py --vocab 64 --alpha 0.75 --k 4 --samples 50000
+
+runs eval/simulate.py; `--help` lists the settings.
 """
 
 import sys

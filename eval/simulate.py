@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.eval.losslessness import ChiSquare, chi_square
+from headstart.eval.losslessness import LEAST_EXPECTED, ChiSquare, chi_square
 from headstart.eval.rejection import verify_chain
 from headstart.eval.speedup import (
     breakeven_acceptance_rate,
@@ -37,7 +37,6 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 SIGNIFICANCE = 0.001  # a p-value below it says that tokens do not follow q
 TREE = (-1, -1, 0, 0, 1, 2)
 TAIL_TOKENS = 10_000
-_LEAST_EXPECTED = 5.0  # draws of an outcome (or of a pool of them) that chi-square needs
 _CHUNK = 2**20  # numbers that a tensor of one chunk may have: 8 MB
 _SWEEP_VOCAB = 64  # only the laws' overlap matters to τ; more tokens would only take longer
 # the upper ends are beyond any use: a slip of the keyboard would fill memory
@@ -154,17 +153,11 @@ def emit_afresh(
 def first_token_test(rounds: Rounds, q: Tensor) -> ChiSquare | None:
     """Chi-square of the first token of each round against q; None where there are too few rounds.
 
-    The test pools tokens that are expected fewer than five times, and so needs some that are not,
-    and a pool that is expected five times.
-
     Args:
         q: [V].
     """
-    expected = q * len(rounds.first)
-    rare = expected < _LEAST_EXPECTED
-    if bool(rare.all()) or 0 < float(expected[rare].sum()) < _LEAST_EXPECTED:
-        return None
-    return chi_square(torch.bincount(rounds.first, minlength=len(q)), q)
+    found = chi_square(torch.bincount(rounds.first, minlength=len(q)), q)
+    return found if found.degrees or found.p_value == 0 else None  # all in one pool: no test
 
 
 class Length(NamedTuple):
@@ -216,11 +209,9 @@ def rejection_part(settings: Simulation, generator: torch.Generator) -> tuple[st
         "",
     ]
     if right is None or wrong is None:
-        needed = _LEAST_EXPECTED / float(q.min())
-        more = f"--samples {math.ceil(needed)} or " if needed < 1e8 else ""
-        lines.append(
-            f"   too few samples to say; {more}a smaller --vocab or a larger --alpha will do"
-        )
+        likeliest = float(q.max())
+        needed = math.ceil(1.001 * LEAST_EXPECTED / min(likeliest, 1 - likeliest))
+        lines.append(f"   too few samples to say; --samples {needed} will do")
         return "\n".join(lines), True
     kept, caught = right.p_value >= SIGNIFICANCE, wrong.p_value < SIGNIFICANCE
     if settings.alpha == 1:

@@ -13,7 +13,8 @@ SHARED = ["headstart", "headstart.script"]  # below all sub-packages
 FOLDERS = [*ORDER, "recipes", "tests"]
 FILES = [
     "pyproject.toml", "constraints.txt", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE",
-    ".ci/run", ".pre-commit-config.yaml", ".gitignore", "script.py", "data/smollm2/README.md",
+    ".ci/run", ".pre-commit-config.yaml", ".gitignore", "script.py", "main.py",
+    "data/smollm2/README.md", "docs/losslessness.md",
 ]  # fmt: skip
 MAX_LINES = 400
 OTHERS = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}

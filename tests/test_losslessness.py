@@ -25,10 +25,16 @@ def test_p_value_of_one_degree_is_the_normal_tail():
 
 def test_rare_outcomes_are_pooled():
     observed = torch.tensor([50.0, 47.0, 2.0, 0.0, 1.0])
-    got = chi_square(observed, torch.tensor([0.5, 0.46, 0.015, 0.01, 0.015]))
-    pooled = chi_square(torch.tensor([50.0, 47.0, 3.0]), torch.tensor([50.0, 46.0, 4.0]))
-    # the pool of 4 is expected too seldom itself, but nothing is left to pool it with
+    got = chi_square(observed, torch.tensor([0.5, 0.43, 0.025, 0.02, 0.025]))
+    pooled = chi_square(torch.tensor([50.0, 47.0, 3.0]), torch.tensor([50.0, 43.0, 7.0]))
     assert got == pytest.approx(pooled) and got.degrees == 2
+
+
+def test_a_pool_that_is_rare_itself_takes_in_the_next_outcome():
+    got = chi_square([50, 30, 17, 2, 1], [0.5, 0.3, 0.17, 0.02, 0.01])
+    assert got.degrees == 2 and got.statistic == pytest.approx(0)
+    shifted = chi_square([50, 30, 13, 4, 3], [0.5, 0.3, 0.17, 0.02, 0.01])
+    assert shifted.statistic == pytest.approx(0)  # within the pool
 
 
 def test_an_impossible_outcome_gives_probability_zero():
@@ -88,11 +94,9 @@ def test_tests_add_up():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A saved verifier and prompts with answers; its laws are flat enough to be told apart."""
+    """A saved verifier and prompts with answers; few first tokens are likely."""
     folder = tmp_path_factory.mktemp("pair")
     made = verifier(num_hidden_layers=3)
-    with torch.no_grad():
-        made.head.weight.mul_(0.25)
     made.model.save_pretrained(folder / "verifier")
     made.tokenizer.save_pretrained(folder / "verifier")
     with (folder / "prompts.jsonl").open("w") as file:
@@ -115,15 +119,20 @@ def settings_of(folder, **changes):
 def test_a_lossless_pair_is_called_so(tree, pair, capsys):
     assert losslessness.run(settings_of(pair, tree=tree))
     said = capsys.readouterr().out
-    assert "Lossless: every greedy text" in said and tree in said
+    assert "ties apart, and no sampled one contradicts its law." in said and tree in said
     assert said.count("| 4       | 4     | 0   | 0         |") == 2
 
 
 @pytest.mark.parametrize("tree", [None, "static:2x2"])
 def test_a_pair_with_a_wrong_rule_is_called_not_lossless(tree, pair, monkeypatch, capsys):
-    monkeypatch.setattr(rejection, "residual", lambda q, p: q)
+    monkeypatch.setattr(rejection, "accepts", lambda u, q, p: torch.ones_like(u, dtype=torch.bool))
     assert not losslessness.run(settings_of(pair, tree=tree))
     assert "NOT LOSSLESS: chain:4 at T = 1" in capsys.readouterr().out
+
+
+def test_too_few_samples_are_no_evidence(pair, capsys):
+    assert losslessness.run(settings_of(pair, samples=20))
+    assert "too few share a beginning to say anything: raise --samples" in capsys.readouterr().out
 
 
 def test_greedy_text_of_another_model_is_called_not_lossless(pair, monkeypatch, capsys):
