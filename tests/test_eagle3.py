@@ -21,7 +21,7 @@ from headstart.models.eagle3 import Eagle3, Eagle3Config, State, check_layers
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
-from headstart.models.trees import chain
+from headstart.models.trees import chain, static
 from headstart.models.verifier import States
 
 VERIFIER = tiny_verifier()
@@ -268,6 +268,27 @@ class Serving:
                 expected = self.drafter.logits(hidden[0, slots - 1]).log_softmax(-1)
                 close(proposal.log_probs[row, s], expected)
 
+    def check_tree(self, proposal: Proposal) -> None:
+        """The law of each first child equals the unroll's over the text with its path in it."""
+        for row, slots in enumerate(self.slots):
+            for node, parent in enumerate(proposal.parents[row].tolist()):
+                if parent in proposal.parents[row, :node]:
+                    continue  # a later child: its law lacks the siblings before
+                path, above = [], parent
+                while above >= 0:
+                    path.insert(0, int(proposal.tokens[row, above]))
+                    above = int(proposal.parents[row, above])
+                known = self.ids[row, : slots + 1]
+                filler = torch.zeros(1, dtype=torch.long)  # room for the token it predicts
+                batch = batch_of(
+                    self.drafter, torch.cat([known, torch.tensor(path).long(), filler])[None]
+                )
+                batch["features"][0, :slots] = self.states.features[row, :slots]
+                batch["features"][0, slots:] = 5.0  # not known yet
+                *_, hidden = self.drafter.unroll(batch, len(path))
+                expected = self.drafter.logits(hidden[0, slots - 1]).log_softmax(-1)
+                close(proposal.log_probs[row, node], expected)
+
 
 ROUNDS = [[4, 7, 1], [1, 1, 1], [6, 1, 3], [2, 5, 1], [1, 6, 4], [3, 1, 1], [1, 1, 1]]
 
@@ -279,6 +300,21 @@ def test_serving_equals_training_over_ragged_rounds(variant):
     for seed, lengths in enumerate(ROUNDS):
         serving.advance(lengths)
         serving.check(serving.propose(seed))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_every_node_of_a_tree_is_drafted_as_its_path_would_be(variant):
+    serving = Serving(loud(**VARIANTS[variant]), texts(3, 32))
+    tree = static(
+        [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1), (1, 0, 1, 0)]
+    )
+    for seed, lengths in enumerate(ROUNDS[:4]):
+        serving.advance(lengths)
+        random = RowRandom(seed, [0, 1, 2])
+        proposal = serving.drafter.propose(serving.state, tree, SAMPLED, random)
+        serving.check_tree(proposal)
+        serving.check(serving.propose(seed))  # and left the state as it was
 
 
 @torch.no_grad()

@@ -9,7 +9,14 @@ from tiny import verifier as tiny_verifier
 from headstart.data.collate import Featurizer, collate
 from headstart.data.render import Row
 from headstart.eval.measures import Counts, summarise
-from headstart.eval.replay import acceptance_table, count_turn, replay, replay_rows, turns
+from headstart.eval.replay import (
+    acceptance_table,
+    count_turn,
+    rank_acceptance,
+    replay,
+    replay_rows,
+    turns,
+)
 from headstart.eval.speculate import generate
 from headstart.models.drafter import Batch, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config
@@ -312,3 +319,35 @@ def test_rows_are_replayed_in_batches_of_like_length_under_their_names(partly_tr
         row = next(row for row in rows if row.id == count.id)
         (alone,) = replay_rows(partly_trained, [row], featurize, 3, Sampling(), GREEDY)
         assert alone == count and count.category == row.category
+
+
+# ---- acceptance by rank ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_rank_acceptance_equals_counting_in_plain_loops(partly_trained):
+    """Slot by slot: which choice of the drafter the text is, as long as it was among the first."""
+    verifier, depth, ranks = partly_trained.verifier, 3, 4
+    settings = {"shape": None, "sampling": Sampling(), "drafting": GREEDY}
+    texts = generate(verifier, None, PROMPTS, max_new_tokens=LIMIT, **settings)
+    rows = [answered(p, t.tokens) for p, t in zip(PROMPTS, texts, strict=True)]
+    featurize = Featurizer(verifier, partly_trained.feature_layers)
+    got = rank_acceptance(partly_trained, rows, featurize, depth, ranks)
+    right, asked = torch.zeros(depth, ranks), torch.zeros(depth)
+    for row in rows:
+        batch = featurize(collate([row], len(row.input_ids), packed=False))
+        laws = [partly_trained.logits(h)[0] for h in partly_trained.unroll(batch, depth)]
+        ids, mask = row.input_ids, row.loss_mask
+        for t in range(len(ids)):
+            for s in range(depth):
+                if t + s + 2 >= len(ids) or not all(mask[t + 1 : t + s + 3]):
+                    break
+                asked[s] += 1
+                choices = laws[s][t].argsort(descending=True)[:ranks]
+                if partly_trained.draft_ids is not None:
+                    choices = partly_trained.draft_ids[choices]
+                if ids[t + s + 2] not in choices.tolist():
+                    break
+                right[s, choices.tolist().index(ids[t + s + 2])] += 1
+    assert right.sum() > 20
+    torch.testing.assert_close(got, (right / asked[:, None]).double())
