@@ -128,7 +128,8 @@ def speed(timed: list[Decoded], shapes: list[Shape]) -> list[dict[str, Any]]:
         overhead = verification / pass_seconds - 1
         measures = summarise([d.output.counts(d.row.id) for d in drafted])
         length = measures["acceptance_length"]["value"]
-        if shape.branches:
+        always = all(d.output.drafted[0] >= d.output.rounds for d in drafted)
+        if shape.branches or not always:  # the closed form wants K drafts in every round
             predicted = (length or 1.0) / (1 + shape.depth * cost_ratio + overhead)
         else:
             alpha = measures["acceptance_rate"]["value"] or 0.0
