@@ -95,9 +95,10 @@ class Acceptance:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        lengths = (self.draft_length, *self.speed_draft_lengths)
-        if min(lengths) < 1:
-            raise ValueError(f"draft lengths must be 1 or more, got {min(lengths)}")
+        trees.chain(self.draft_length)
+        for length in self.speed_draft_lengths:
+            if length < 1:
+                raise ValueError(f"speed_draft_lengths must be 1 or more each, got {length}")
         for name in ("max_new_tokens", "speed_max_new_tokens", "max_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

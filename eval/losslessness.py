@@ -210,6 +210,11 @@ class Losslessness:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         trees.chain(self.draft_length)
+        if self.tree is not None and trees.optimal_budget(self.tree) is not None:
+            raise ValueError(
+                f"tree: {self.tree} is fitted to a drafter by eval/acceptance.py alone, which checks "
+                "its texts too; pass a static or dynamic tree here"
+            )
         if self.tree is not None:
             trees.parse(self.tree)
 
@@ -272,7 +277,8 @@ def run(settings: Losslessness) -> bool:
             every = together(tests)
             lines.append([shape.name, str(settings.samples * len(tests)), f"{every.statistic:.1f}",
                           str(every.degrees), f"{every.p_value:.4f}"])  # fmt: skip
-            told = ", and no sampled one contradicts its law"
+            if told.endswith("sampled"):
+                told = ", and no sampled one contradicts its law"
             if not every.degrees:
                 told = "; of the samples too few share a beginning to say anything: raise --samples"
             if every.p_value < SIGNIFICANCE:

@@ -2,11 +2,11 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,20 @@ def folder(path: str) -> Path:
     """
     out = Path(path)
     existing = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not existing.is_dir() or not _writable(existing):
         raise ValueError(
             f"out: {path!r} cannot be a folder to write to, because of {existing}; pass another"
         )
     return out
+
+
+def _writable(folder: Path) -> bool:
+    """Tried, not asked: root is allowed everything and yet cannot write everywhere."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write(result: dict[str, Any], out: Path) -> None:
@@ -216,8 +225,8 @@ def best_line(speed: list[dict[str, Any]]) -> str:
     best = max(speed, key=lambda s: s["measured"])
     line = f"Best: {speed_name(best)}, {best['measured']:.2f} × plain decoding"
     if len(best["categories"]) > 1:
-        pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v > 1]
-        costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v <= 1]
+        pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v >= 1.005]
+        costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v < 1.005]
         line += f"; pays on {', '.join(pays) or 'none'}; does not on {', '.join(costs) or 'none'}"
     return line + "."
 
@@ -227,7 +236,9 @@ def law_text(entries: list[dict[str, Any]]) -> str:
     parts = [law_table(entries), position_table(chain)]
     for entry in trees:
         s = entry["settings"]
-        parts.append(f"Tree {s['shape']}, {s['drafting']} drafts, by depth:")
+        parts.append(
+            f"Tree {s['shape']}, {s['drafting']} drafts, by depth, of the prompts decoded:"
+        )
         parts.append(position_table(entry))
     for entry in entries:
         name = "" if entry is chain else f"Tree {entry['settings']['shape']}: "

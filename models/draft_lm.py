@@ -184,9 +184,10 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
         ValueError: a layer that it does not have, or none.
     """
     if not layers or not all(0 <= layer < verifier.num_layers for layer in layers):
+        wrong = [layer for layer in layers if not 0 <= layer < verifier.num_layers]
         raise ValueError(
-            f"layers of a cut must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
-            f"got {list(layers)}"
+            f"drafter: layers must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
+            f"got {wrong[0] if wrong else 'none'}"
         )
     config = copy.deepcopy(verifier.model.config)
     text = config.get_text_config()

@@ -51,6 +51,8 @@ def is_checkpoint(name: str) -> bool:
     folder = Path(name)
     if name.partition(":")[0] in ("prompt-lookup", "lookahead", "layers"):
         return False
+    if folder.is_symlink() and not folder.exists():
+        return True
     if not folder.exists():  # a path that leads nowhere, or a name of the Hub
         return name.startswith(("/", ".", "~")) or name.count("/") > 1
     try:
@@ -127,8 +129,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
-        config["headstart"]["type"], config["headstart"]["fingerprint"]
+        for key in ("type", "fingerprint", "verifier"):
+            config["headstart"][key]
     except (OSError, KeyError, TypeError, ValueError) as error:
+        if Path(folder).is_symlink() and not Path(folder).exists():
+            raise ValueError(
+                f"drafter {str(folder)!r} is a link that leads nowhere; copy a checkpoint with "
+                "cp -rL, which follows links"
+            ) from error
         raise ValueError(
             f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
             "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
@@ -153,10 +161,11 @@ def _layers(name: str) -> tuple[int, ...]:
     """layers:0-3,28,29"""
     found: list[int] = []
     for part in name.partition(":")[2].split(","):
-        span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not span:
+        span = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
+        if not span or int(span[2] or span[1]) < int(span[1]):
             raise ValueError(
-                f"drafter {name!r}: {part!r} is no layer; write layers:0-5 or layers:0,1,29"
+                f"drafter {name!r}: {part!r} is no layer, nor a range of them; write layers:0-5 or "
+                "layers:0,1,29"
             )
         found += range(int(span[1]), int(span[2] or span[1]) + 1)
     return tuple(found)

@@ -178,7 +178,7 @@ class LookaheadConfig:
         if self.window < 1 or self.ngram < 2 or self.guesses < 1:
             raise ValueError(
                 "lookahead: needs window ≥ 1, ngram ≥ 2 and guesses ≥ 1, got "
-                f"{self.window}, {self.ngram} and {self.guesses}"
+                f"window {self.window}, ngram {self.ngram} and guesses {self.guesses}"
             )
 
 

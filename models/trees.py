@@ -21,6 +21,7 @@ from torch import Tensor
 from headstart.script import options
 
 ROOT = -1
+MOST_NODES = 4096  # beyond any use; a slip of the keyboard must not fill memory
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class Dynamic:
     total: int = 60
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "total"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"tree: {name} must be 1 or more, got {getattr(self, name)}")
+        for name, most in (("depth", 256), ("top_k", 256), ("total", MOST_NODES)):
+            if not 1 <= getattr(self, name) <= most:
+                got = getattr(self, name)
+                raise ValueError(f"tree: {name} must be 1 or more, at most {most}, got {got}")
 
     @property
     def name(self) -> str:
@@ -109,10 +111,12 @@ def chain(draft_length: int) -> Tree:
     """One guess of `draft_length` tokens.
 
     Raises:
-        ValueError: a draft length below 1.
+        ValueError: a draft length below 1, or absurdly long.
     """
-    if draft_length < 1:
-        raise ValueError(f"draft_length must be 1 or more, got {draft_length}")
+    if not 1 <= draft_length <= MOST_NODES:
+        raise ValueError(
+            f"draft_length must be 1 or more, at most {MOST_NODES}, got {draft_length}"
+        )
     return Tree(tuple(range(-1, draft_length - 1)), (0,) * draft_length, f"chain:{draft_length}")
 
 
@@ -123,6 +127,10 @@ def static(paths: Sequence[Sequence[int]], name: str = "static") -> Tree:
         ValueError: no path, or a path whose parent or earlier sibling is missing (the rejection
             rule needs the siblings drawn before).
     """
+    for path in paths:
+        for rank in path:
+            if type(rank) is not int or rank < 0:
+                raise ValueError(f"tree: ranks are whole numbers from 0 on, got {rank!r}")
     wanted = {tuple(path) for path in paths} - {()}
     if not wanted:
         raise ValueError(
@@ -149,6 +157,14 @@ def cartesian(*widths: int) -> Tree:
     """
     if not widths or min(widths) < 1:
         raise ValueError(f"tree: static widths must be 1 or more, got {'x'.join(map(str, widths))}")
+    size, level = 0, 1
+    for width in widths:
+        level *= width
+        size += level
+    if size > MOST_NODES:
+        raise ValueError(
+            f"tree: static:{'x'.join(map(str, widths))} has {size} nodes; the most is {MOST_NODES}"
+        )
     paths = [
         path
         for depth in range(1, len(widths) + 1)
@@ -213,8 +229,10 @@ def optimal_budget(text: str) -> int | None:
     kind, _, budget = text.partition(":")
     if kind != "optimal":
         return None
-    if not budget.isdecimal() or int(budget) < 1:
-        raise ValueError(f"tree: {text!r} needs a number of nodes, such as optimal:60")
+    if not budget.isdecimal() or not 1 <= int(budget) <= MOST_NODES:
+        raise ValueError(
+            f"tree: {text!r} needs a number of nodes, 1 … {MOST_NODES}, such as optimal:60"
+        )
     return int(budget)
 
 
@@ -234,12 +252,17 @@ def parse(text: str) -> Shape:
         return cartesian(*map(int, rest.split("x")))
     if kind == "static" and rest:
         try:
-            return static(json.loads(Path(rest).read_text()), text)
-        except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            paths = json.loads(Path(rest).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            what = "no such file" if not Path(rest).exists() else "not a JSON file"
             raise ValueError(
-                f"tree: {rest!r} is neither widths such as 4x2x2 nor a JSON file with a list of "
-                "paths such as [[0], [1], [0, 0]]"
+                f"tree: {rest!r} is neither widths such as 4x2x2 nor a file with paths: {what}"
             ) from error
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+            raise ValueError(
+                f"tree: {rest!r} must hold a list of paths of ranks, such as [[0], [1], [0, 0]]"
+            )
+        return static(paths, text)
     raise ValueError(
         f"tree: {text!r} is not known; pass dynamic:depth=5,top_k=10,total=60, static:4x2x2, "
         "static:paths.json or optimal:60"

@@ -265,8 +265,11 @@ def error_of(folder: Path, monkeypatch, capsys, *arguments: str) -> str:
 
 
 BAD = {
-    "K below one": (["--draft_length=0"], "draft lengths must be 1 or more, got 0"),
-    "K of the speed part": (["--speed_draft_lengths=[2,-1]"], "must be 1 or more, got -1"),
+    "K below one": (["--draft_length=0"], "draft_length must be 1 or more, at most 4096, got 0"),
+    "K of the speed part": (
+        ["--speed_draft_lengths=[2,-1]"],
+        "speed_draft_lengths must be 1 or more each, got -1",
+    ),
     "no token": (["--max_new_tokens=0"], "max_new_tokens must be 1 or more, got 0"),
     "prompts below zero": (["--decode_prompts=-1"], "decode_prompts must be 0 (all) or more"),
     "no drafter": (["--drafter=/nowhere"], "drafter '/nowhere' is not a checkpoint"),

@@ -279,10 +279,8 @@ class Serving:
                     path.insert(0, int(proposal.tokens[row, above]))
                     above = int(proposal.parents[row, above])
                 known = self.ids[row, : slots + 1]
-                filler = torch.zeros(1, dtype=torch.long)  # room for the token it predicts
-                batch = batch_of(
-                    self.drafter, torch.cat([known, torch.tensor(path).long(), filler])[None]
-                )
+                path.append(0)  # room for the token it predicts
+                batch = batch_of(self.drafter, torch.cat([known, torch.tensor(path)])[None])
                 batch["features"][0, :slots] = self.states.features[row, :slots]
                 batch["features"][0, slots:] = 5.0  # not known yet
                 *_, hidden = self.drafter.unroll(batch, len(path))

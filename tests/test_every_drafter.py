@@ -249,5 +249,5 @@ def test_the_whole_verifier_as_drafter_is_always_right():
 
 @pytest.mark.parametrize("layers", [(), (0, 9), (-1,)])
 def test_a_cut_to_layers_that_are_not_there_is_refused(layers):
-    with pytest.raises(ValueError, match="layers of a cut must be ids in 0 … 3"):
+    with pytest.raises(ValueError, match="layers must be ids in 0 … 3"):
         cut(endless(), layers)

@@ -57,7 +57,8 @@ def test_a_cut_tree_keeps_the_numbers_of_its_nodes():
 @pytest.mark.parametrize(
     "paths, missing",
     [([(0,), (1, 0)], "path [1, 0] needs [1]"), ([(0,), (2,)], "path [2] needs [1]"),
-     ([(0,), (0, 1)], "path [0, 1] needs [0, 0]"), ([(-1,)], "path [-1] needs"),
+     ([(0,), (0, 1)], "path [0, 1] needs [0, 0]"), ([(-1,)], "whole numbers from 0 on, got -1"),
+     ([(0.5,)], "whole numbers from 0 on, got 0.5"),
      ([], "at least one path")],
 )  # fmt: skip
 def test_a_tree_with_a_gap_is_refused(paths, missing):
@@ -188,12 +189,22 @@ def test_trees_are_read_from_their_names(tmp_path):
         assert parse(shape.name) == shape
 
 
+@pytest.mark.parametrize("content", ['{"a": 1}', "[0, 1]", '["a"]', "null", "[[", "\udcff"])
+def test_a_file_that_holds_no_paths_is_refused(content, tmp_path):
+    file = tmp_path / "paths.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"list of paths of ranks|not a JSON file"):
+        parse(f"static:{file}")
+
+
 @pytest.mark.parametrize(
     "text, message",
-    [("bush", "'bush' is not known"), ("chain:0", "must be 1 or more, got 0"),
+    [("bush", "'bush' is not known"), ("chain:0", "must be 1 or more, at most 4096, got 0"),
      ("static:2x0", "widths must be 1 or more, got 2x0"), ("static:nowhere.json", "neither widths"),
-     ("dynamic:depth=0", "depth must be 1 or more, got 0"), ("dynamic:top_p=3", "'top_p=3'"),
-     ("dynamic:depth=x", "'depth=x'")],
+     ("dynamic:depth=0", "depth must be 1 or more, at most 256, got 0"), ("dynamic:top_p=3", "'top_p=3'"),
+     ("dynamic:depth=x", "'depth=x'"), ("static:nowhere.json", "no such file"),
+     ("static:9999x9999", "the most is 4096"), ("dynamic:total=99999", "at most 4096"),
+     ("chain:99999", "at most 4096")],
 )  # fmt: skip
 def test_a_name_that_makes_no_tree_is_refused(text, message):
     with pytest.raises(ValueError) as error:
