@@ -212,8 +212,8 @@ class Losslessness:
         trees.chain(self.draft_length)
         if self.tree is not None and trees.optimal_budget(self.tree) is not None:
             raise ValueError(
-                f"tree: {self.tree} is fitted to a drafter by eval/acceptance.py alone, which checks "
-                "its texts too; pass a static or dynamic tree here"
+                f"tree: {self.tree} is fitted to a drafter by eval/acceptance.py, which checks its "
+                "texts too; pass a static or dynamic tree here"
             )
         if self.tree is not None:
             trees.parse(self.tree)
