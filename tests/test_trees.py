@@ -201,7 +201,7 @@ def test_a_file_that_holds_no_paths_is_refused(content, tmp_path):
     "text, message",
     [("bush", "'bush' is not known"), ("chain:0", "at most 4096, got 0"),
      ("static:2x0", "widths must be 1 or more, got 2x0"), ("static:nowhere.json", "neither widths"),
-     ("dynamic:depth=0", "depth must be 1 or more, at most 256, got 0"), ("dynamic:top_p=3", "'top_p=3'"),
+     ("dynamic:depth=0", "at most 256, got 0"), ("dynamic:top_p=3", "'top_p=3'"),
      ("dynamic:depth=x", "'depth=x'"), ("static:nowhere.json", "no such file"),
      ("static:9999x9999", "the most is 4096"), ("dynamic:total=99999", "at most 4096"),
      ("chain:99999", "at most 4096")],
