@@ -275,9 +275,9 @@ def run(settings: Acceptance) -> None:
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
     tree = tree_of(drafter, settings, rows)
     began = time.monotonic()
+    shapes = [trees.chain(settings.draft_length), *tree]
     runs = []
     for one, read in zip(settings.runs, rows, strict=True):
-        shapes = [trees.chain(settings.draft_length), *tree]
         entries = measure_run(verifier, drafter, one, read, shapes, settings)
         runs += entries
         report.print_law(entries)

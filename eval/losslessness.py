@@ -46,8 +46,8 @@ def chi_square(observed: Tensor | Sequence[float], expected: Tensor | Sequence[f
     """How likely counts at least as far off as `observed` are, if they were drawn from a law.
 
     Outcomes that expect fewer than five draws are pooled into one, with the next rarest if the pool
-    expects fewer than five itself. An outcome that was seen though
-    its probability is zero makes the p-value zero.
+    expects fewer than five itself. An outcome that was seen though its probability is zero makes
+    the p-value zero.
 
     Args:
         observed: [M] how often each outcome was seen.
@@ -268,21 +268,24 @@ def run(settings: Losslessness) -> bool:
     wrong = [shape.name for shape, v in zip(shapes, verdicts, strict=True) if v["different"]]
     told = "; nothing was sampled"
     if settings.samples:
-        lines = []
+        sampled = trial.pick(rows, settings.sampled_prompts)
+        lines, tested = [], True
         for shape in shapes:
-            tests = [
-                sampled_part(verifier, drafter, row, shape, settings, number)
-                for number, row in enumerate(trial.pick(rows, settings.sampled_prompts))
-            ]
-            every = together(tests)
-            lines.append([shape.name, str(settings.samples * len(tests)), f"{every.statistic:.1f}",
-                          str(every.degrees), f"{every.p_value:.4f}"])  # fmt: skip
-            if told.endswith("sampled"):
-                told = ", and no sampled one contradicts its law"
-            if not every.degrees:
-                told = "; of the samples too few share a beginning to say anything: raise --samples"
+            every = together(
+                [
+                    sampled_part(verifier, drafter, row, shape, settings, number)
+                    for number, row in enumerate(sampled)
+                ]
+            )
+            tested = tested and every.degrees > 0
+            lines.append([shape.name, str(settings.samples * len(sampled)),
+                          f"{every.statistic:.1f}", str(every.degrees),
+                          f"{every.p_value:.4f}"])  # fmt: skip
             if every.p_value < SIGNIFICANCE:
                 wrong.append(f"{shape.name} at T = {settings.temperature:g}")
+        told = ", and no sampled one contradicts its law"
+        if not tested:
+            told = "; of the samples too few share a beginning to say anything: raise --samples"
         header = ["drafts", "texts", "chi-square", "degrees", "p"]
         print(f"\nT = {settings.temperature:g}: next tokens against the verifier's law\n")
         print(report.table(header, lines))

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.models import vocab
 from headstart.models.drafter import Proposal
 from headstart.models.sampling import draw, residual
-from headstart.models.trees import ROOT
+from headstart.models.trees import ROOT, walk
 
 
 class Verdict(NamedTuple):
@@ -57,9 +58,6 @@ def verify(
     path = torch.full((rows, depth), ROOT, device=device)
     accepted = torch.zeros(rows, dtype=torch.long, device=device)
     law = q[:, 0].clone()  # what is left of it at the node each row has come to
-    columns = None
-    if proposal.vocabulary is not None:
-        columns = _columns(proposal.vocabulary, width)
     for node in range(count):
         trying = (proposal.parents[:, node] == at) & proposal.real[:, node]
         row = trying.nonzero()[:, 0]
@@ -70,7 +68,8 @@ def verify(
         p_token: Tensor | float = 1.0
         if proposal.log_probs is not None:
             p = proposal.log_probs[row, node].exp()
-            p_token = p.gather(1, (token if columns is None else columns[token])[:, None])[:, 0]
+            column = vocab.columns(token, proposal.vocabulary)
+            p_token = p.gather(1, column[:, None])[:, 0]
         q_token = left.gather(1, token[:, None])[:, 0]
         passed = accepts(uniform[row, node], q_token, p_token)
         won, lost = row[passed], row[~passed]
@@ -97,18 +96,15 @@ def verify_greedy(best: Tensor, proposal: Proposal, depth: int) -> Verdict:
         best: [B, N+1] argmax of the verifier's logits, of the root, then of each node.
         depth: D, the longest path that the proposal may have.
     """
-    at = torch.full_like(best[:, 0], ROOT)
-    path = at[:, None].repeat(1, depth)
-    accepted = torch.zeros_like(at)
-    going = torch.ones_like(at, dtype=torch.bool)
-    for i in range(depth):
-        wanted = best.gather(1, at[:, None] + 1)
-        hit = (proposal.parents == at[:, None]) & (proposal.tokens == wanted) & proposal.real
-        going = going & hit.any(1)
-        at = torch.where(going, hit.int().argmax(1), at)
-        path[:, i] = torch.where(going, at, ROOT)
-        accepted += going
-    return Verdict(path, accepted, best.gather(1, at[:, None] + 1)[:, 0])
+
+    def after(_: int, at: Tensor) -> Tensor:
+        return best.gather(1, at[:, None] + 1)[:, 0]
+
+    nodes = (proposal.tokens, proposal.parents, proposal.real)
+    path, accepted = walk(*nodes, after, depth)
+    root = torch.full_like(accepted[:, None], ROOT)
+    last = torch.cat([root, path], 1).gather(1, accepted[:, None])[:, 0]
+    return Verdict(path, accepted, after(depth, last))
 
 
 def verify_chain(
@@ -127,7 +123,7 @@ def verify_chain(
         lengths: [B] how many of the N are real.
         uniform: [B, N+1] or wider, in [0, 1): the first N decide, the last column draws the token.
         p: [B, N, V'] the laws the drafts were drawn from; None: point masses.
-        vocabulary: [V'] verifier id of each column of p; None: V' = V. p is 0 elsewhere.
+        vocabulary: [V'] verifier id of each column of p, ascending; None: V' = V. p is 0 elsewhere.
     """
     count = drafts.shape[1]
     order = torch.arange(count, device=drafts.device)
@@ -136,13 +132,6 @@ def verify_chain(
     proposal = Proposal(drafts, (order - 1).expand_as(drafts), real, log_probs, vocabulary)
     verdict = verify(q, proposal, uniform, count)
     return verdict.accepted, verdict.token
-
-
-def _columns(vocabulary: Tensor, width: int) -> Tensor:
-    """Column in the draft vocabulary of each verifier id [V]; V' (out of range) where none."""
-    columns = torch.full((width,), len(vocabulary), device=vocabulary.device)
-    columns[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-    return columns
 
 
 Law = Callable[[list[int]], Any] | Sequence[float] | Tensor

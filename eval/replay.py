@@ -16,6 +16,7 @@ from torch import Tensor
 from headstart.data.collate import by_length, collate
 from headstart.data.render import Row
 from headstart.eval.measures import Counts
+from headstart.models import vocab
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter, supervised
 from headstart.models.sampling import Sampling
 
@@ -39,7 +40,6 @@ def acceptance_table(
     ids, turns = batch["input_ids"], batch["loss_mask"]
     rows, width = ids.shape
     table = torch.zeros(rows, width, draft_length, dtype=torch.double, device=ids.device)
-    draft_ids = drafter.draft_ids
     q = torch.ones(rows, width, dtype=torch.double, device=ids.device)  # of each answer token
     if drafting.sampled and not sampling.greedy:
         for part in (turns[:, 1:] > 0).nonzero().split(_CHUNK):
@@ -53,7 +53,8 @@ def acceptance_table(
             row, slot = part.T
             token = ids[row, slot + s + 2]
             logits = drafter.logits(hidden[row, slot]).float()
-            column, inside = _columns(draft_ids, token)
+            column = vocab.columns(token, drafter.draft_ids)
+            inside, column = column >= 0, column.clamp(min=0)
             if drafting.sampled:
                 p = drafting.sampling.prob(logits, column)
                 accepted = (p / q[row, slot + s + 2].clamp(min=1e-30)).clamp(max=1)
@@ -61,14 +62,6 @@ def acceptance_table(
                 accepted = (logits.argmax(-1) == column).double()
             table[row, slot, s] = accepted * inside
     return table
-
-
-def _columns(draft_ids: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The draft-vocabulary column of each verifier id, and whether it has one."""
-    if draft_ids is None:
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
-    columns = torch.searchsorted(draft_ids, tokens).clamp(max=len(draft_ids) - 1)
-    return columns, draft_ids[columns] == tokens
 
 
 @torch.no_grad()
@@ -93,10 +86,10 @@ def rank_acceptance(
             reached = torch.zeros_like(alive)
             for part in (supervised(batch, s) & alive).nonzero().split(_CHUNK):
                 row, slot = part.T
-                column, inside = _columns(drafter.draft_ids, ids[row, slot + s + 2])
+                column = vocab.columns(ids[row, slot + s + 2], drafter.draft_ids)
                 logits = drafter.logits(hidden[row, slot]).float()
-                rank = (logits > logits.gather(1, column[:, None])).sum(1)
-                rank = rank.masked_fill(~inside, ranks).clamp(max=ranks)
+                rank = (logits > logits.gather(1, column.clamp(min=0)[:, None])).sum(1)
+                rank = rank.masked_fill(column < 0, ranks).clamp(max=ranks)
                 reached[row, slot] = rank < ranks
                 right[s] += rank.bincount(minlength=ranks + 1)[:ranks].cpu()
                 asked[s] += len(rank)

@@ -309,12 +309,12 @@ def _check(
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
     if not prompts:
         raise ValueError("prompts: there is none to continue")
+    limits = {repr(verifier.name): verifier.context_length}
+    if drafter is not None and drafter.context_length is not None:
+        limits["the drafter"] = drafter.context_length
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} is empty; a continuation needs at least one token")
-        limits = {repr(verifier.name): verifier.context_length}
-        if drafter is not None and drafter.context_length is not None:
-            limits["the drafter"] = drafter.context_length
         for name, limit in limits.items():
             if len(prompt) + max_new_tokens > limit:
                 raise ValueError(

@@ -126,7 +126,7 @@ def speed(timed: list[Decoded], shapes: list[Shape]) -> list[dict[str, Any]]:
         cost_ratio = drafting / rounds / shape.depth / pass_seconds
         verification = sum(d.timer.verification for d in drafted) / rounds
         overhead = verification / pass_seconds - 1
-        measures = summarise([d.output.counts(d.row.id) for d in drafted])
+        measures = summarise([d.counts() for d in drafted])
         length = measures["acceptance_length"]["value"]
         always = all(d.output.drafted[0] >= d.output.rounds for d in drafted)
         if shape.branches or not always:  # the closed form wants K drafts in every round

@@ -19,7 +19,7 @@ from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
 from headstart.models.growth import Nodes, grow
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom
-from headstart.models.trees import ROOT, Shape
+from headstart.models.trees import Shape, walk
 from headstart.models.verifier import States, Verifier
 
 
@@ -100,22 +100,18 @@ class DraftLM(TrainableDrafter):
         Unlike a drafter that reads the verifier's states, this one has read exactly these tokens.
         The last token always stays to be read: what follows it is wanted.
         """
-        count = torch.zeros_like(lengths)
         if state.nodes is None:
-            return count
+            return torch.zeros_like(lengths)
         node_tokens, parents = state.nodes
         state.nodes = None
-        at, path = torch.full_like(lengths, ROOT), []
-        going = torch.ones_like(lengths, dtype=torch.bool)
-        for i in range(tokens.shape[1] - 1):
-            hit = (parents == at[:, None]) & (node_tokens == tokens[:, i : i + 1])
-            going = going & hit.any(1) & (i < lengths - 1)
-            at = torch.where(going, hit.int().argmax(1), at)
-            path.append(at)
-            count += going
-        longest = int(count.max())
-        slots = torch.stack(path, 1) if path else node_tokens[:, :0]
-        state.cache.keep_path(node_tokens.shape[1], slots, count, longest)
+        path, count = walk(
+            node_tokens,
+            parents,
+            torch.ones_like(node_tokens, dtype=torch.bool),
+            lambda i, _: torch.where(i < lengths - 1, tokens[:, i], -1),
+            tokens.shape[1] - 1,
+        )
+        state.cache.keep_path(node_tokens.shape[1], path, count, int(count.max()))
         return count
 
     def propose(

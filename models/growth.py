@@ -61,7 +61,7 @@ def grow(
 class Level(NamedTuple):
     """What growing one level of a fixed tree needs to know."""
 
-    first: int  # number of the level's first node
+    numbers: list[list[int]]  # [choices][sources] the node that is choice r after source s; 0: none
     sources: list[int]  # of each node, its parent's place among the nodes stepped last
     ranks: list[int]
     inner: list[int]  # places of the nodes that have children
@@ -79,15 +79,19 @@ def _plan(tree: Tree) -> list[Level]:
         nodes = [i for i, d in enumerate(tree.depths) if d == depth]
         inner = [i for i in nodes if i in has_children]
         sources = [places[tree.parents[i]] for i in nodes]
+        ranks = [tree.ranks[i] for i in nodes]
+        numbers = [[0] * len(places) for _ in range(max(ranks) + 1)]
+        for node, source, rank in zip(nodes, sources, ranks, strict=True):
+            numbers[rank][source] = node
         parents = [stepped[tree.parents[i]] for i in inner]
         for i in inner:
             stepped[i] = len(stepped) - 1
         known = [i for i in stepped if i != ROOT]
         levels.append(
             Level(
-                first=nodes[0],
+                numbers=numbers,
                 sources=sources,
-                ranks=[tree.ranks[i] for i in nodes],
+                ranks=ranks,
                 inner=[nodes.index(i) for i in inner],
                 parents=parents,
                 seen=mask[inner][:, known] if tree.branches else None,
@@ -111,17 +115,14 @@ def _grow_tree(
     alive = torch.ones(rows, 1, dtype=torch.bool, device=device)
     tokens, real, log_probs = [], [], []
     for depth, level in enumerate(_plan(tree), 1):
-        choices = max(level.ranks) + 1
         if uniform is None:
-            columns, exists = _likeliest(laws, choices)
-            drawn = None
+            columns, exists = _likeliest(laws, len(level.numbers))
         else:
-            numbers = _numbers(level, laws.shape[1], choices)
-            columns, exists, drawn = _drawn(drafting.sampling.probs(laws), uniform, numbers)
+            probs = drafting.sampling.probs(laws)
+            columns, exists, drawn = _drawn(probs, uniform, level.numbers)
+            log_probs.append(drawn[:, level.sources, level.ranks].log())
         columns = columns[:, level.sources, level.ranks]
         alive = alive[:, level.sources] & exists[:, level.sources, level.ranks]
-        if drawn is not None:
-            log_probs.append(drawn[:, level.sources, level.ranks].log())
         real.append(alive)
         tokens.append(columns if draft_ids is None else draft_ids[columns])
         if level.inner:
@@ -151,14 +152,6 @@ def _likeliest(laws: Tensor, choices: int) -> tuple[Tensor, Tensor]:
     missing = choices - columns.shape[-1]
     exists = torch.ones_like(columns, dtype=torch.bool)
     return pad(columns, (0, missing)), pad(exists, (0, missing))
-
-
-def _numbers(level: Level, width: int, choices: int) -> list[list[int]]:
-    """Number of the node that is choice r after source s, `[choices][width]`; 0 where none is."""
-    numbers = [[0] * width for _ in range(choices)]
-    for place, (source, rank) in enumerate(zip(level.sources, level.ranks, strict=True)):
-        numbers[rank][source] = level.first + place
-    return numbers
 
 
 def _drawn(

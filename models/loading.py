@@ -19,6 +19,10 @@ from headstart.models.verifier import Verifier
 from headstart.script import options
 
 CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3}
+LOOKUPS = {
+    "prompt-lookup": (PromptLookup, PromptLookupConfig),
+    "lookahead": (Lookahead, LookaheadConfig),
+}
 
 
 def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter:
@@ -35,10 +39,9 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
         ValueError: no such drafter, one that cannot be read, or one made for another verifier.
     """
     kind = name.partition(":")[0]
-    if kind == "prompt-lookup":
-        return PromptLookup(options(name, PromptLookupConfig))
-    if kind == "lookahead":
-        return Lookahead(options(name, LookaheadConfig))
+    if kind in LOOKUPS:
+        lookup, config = LOOKUPS[kind]
+        return lookup(options(name, config))
     if kind == "layers":
         return DraftLM(cut(verifier, _layers(name)), verifier, LossConfig())
     if is_checkpoint(name):
@@ -49,12 +52,10 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
 def is_checkpoint(name: str) -> bool:
     """Whether this names a folder that headstart should have saved: no lookup, no model."""
     folder = Path(name)
-    if name.partition(":")[0] in ("prompt-lookup", "lookahead", "layers"):
+    if name.partition(":")[0] in (*LOOKUPS, "layers"):
         return False
-    if folder.is_symlink() and not folder.exists():
-        return True
-    if not folder.exists():  # a path that leads nowhere, or a name of the Hub
-        return name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if not folder.exists():  # a link or a path that leads nowhere, or a name of the Hub
+        return folder.is_symlink() or name.startswith(("/", ".", "~")) or name.count("/") > 1
     try:
         config = json.loads((folder / "config.json").read_text())
         return "headstart" in config or "model_type" not in config
@@ -86,8 +87,9 @@ def load_pair(
 
 def kind_of(drafter: Drafter) -> str:
     """What a report calls it."""
-    kinds = {PromptLookup: "prompt-lookup", Lookahead: "lookahead", DraftLM: "draft_lm"}
-    return (kinds | {made: name for name, made in CLASSES.items()})[type(drafter)]
+    classes = CLASSES | {name: lookup for name, (lookup, _) in LOOKUPS.items()}
+    kinds = {made: name for name, made in (classes | {"draft_lm": DraftLM}).items()}
+    return kinds[type(drafter)]
 
 
 def load_checkpoint(

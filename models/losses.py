@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.models import vocab
+
 if TYPE_CHECKING:
     from headstart.models.drafter import Batch, Loss, TrainableDrafter
 
@@ -210,7 +212,7 @@ def _chunked(
         rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)])
         rows = _padded(rows).requires_grad_()
         teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), torch.searchsorted(chunk, where))
-        columns = _columns(input_ids[where + 1], drafter.draft_ids)
+        columns = vocab.columns(input_ids[where + 1], drafter.draft_ids)
         with torch.set_grad_enabled(bool(parameters)):
             logits = drafter.logits(rows)
         real = logits.detach()[: len(where)]
@@ -238,11 +240,3 @@ def _chunked(
 def _padded(rows: Tensor) -> Tensor:
     """Zero rows behind, up to a multiple: oneDNN compiles a kernel for every new shape."""
     return functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
-
-
-def _columns(targets: Tensor, draft_ids: Tensor | None) -> Tensor:
-    """Column of each target in the drafter's vocabulary, -1 where it is not there."""
-    if draft_ids is None:
-        return targets
-    at = torch.searchsorted(draft_ids, targets).clamp(max=len(draft_ids) - 1)
-    return at.masked_fill(draft_ids[at] != targets, -1)

@@ -9,7 +9,7 @@ Legend: B rows, N nodes of a proposal, D levels, R choices at a node.
 import heapq
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -296,3 +296,33 @@ def tree_attention_mask(tree: Tree | Sequence[int] | Tensor) -> Tensor:
         if not bool(at.any()):
             return mask
         at = above.gather(-1, at)
+
+
+def walk(
+    tokens: Tensor,
+    parents: Tensor,
+    real: Tensor,
+    wanted: Callable[[int, Tensor], Tensor],
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Down from the root, as long as a child holds the wanted token; of equal ones, the first.
+
+    Args:
+        tokens, parents, real: [B, N] of the nodes; parents -1 for the root.
+        wanted: (step, nodes [B] come to, -1 the root) -> tokens [B] to go on with; -1 ends a row.
+        depth: D, most steps.
+
+    Returns:
+        nodes [B, D], -1 after the last; how many, [B].
+    """
+    at = torch.full((len(tokens),), ROOT, device=tokens.device)
+    path = at[:, None].repeat(1, depth)
+    count = torch.zeros_like(at)
+    going = torch.ones_like(at, dtype=torch.bool)
+    for i in range(depth):
+        hit = (parents == at[:, None]) & (tokens == wanted(i, at)[:, None]) & real
+        going = going & hit.any(1)
+        at = torch.where(going, hit.int().argmax(1), at)
+        path[:, i] = torch.where(going, at, ROOT)
+        count += going
+    return path, count

@@ -42,3 +42,15 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
 def coverage(token_counts: Tensor, draft_ids: Tensor) -> float:
     """Share of supervised tokens that the draft vocabulary holds: a ceiling on accuracy."""
     return float(token_counts[draft_ids].sum() / token_counts.sum().clamp(min=1))
+
+
+def columns(ids: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Column in the draft vocabulary of each verifier id, -1 where it has none: `[...]`.
+
+    Args:
+        draft_ids: [V'] ascending; None: V' = V.
+    """
+    if draft_ids is None:
+        return ids
+    at = torch.searchsorted(draft_ids, ids).clamp(max=len(draft_ids) - 1)
+    return at.masked_fill(draft_ids[at] != ids, -1)
