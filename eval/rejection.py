@@ -102,9 +102,13 @@ def verify_greedy(best: Tensor, proposal: Proposal, depth: int) -> Verdict:
 
     nodes = (proposal.tokens, proposal.parents, proposal.real)
     path, accepted = walk(*nodes, after, depth)
+    return Verdict(path, accepted, after(depth, last_node(path, accepted)))
+
+
+def last_node(path: Tensor, accepted: Tensor) -> Tensor:
+    """The node that each row's path ends at, -1 the root: [B, D], [B] -> [B]."""
     root = torch.full_like(accepted[:, None], ROOT)
-    last = torch.cat([root, path], 1).gather(1, accepted[:, None])[:, 0]
-    return Verdict(path, accepted, after(depth, last))
+    return torch.cat([root, path], 1).gather(1, accepted[:, None])[:, 0]
 
 
 def verify_chain(

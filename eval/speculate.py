@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from headstart.eval.measures import Counts
-from headstart.eval.rejection import KVCache, Verdict, spec_step, verify, verify_greedy
+from headstart.eval.rejection import (
+    KVCache,
+    Verdict,
+    last_node,
+    spec_step,
+    verify,
+    verify_greedy,
+)
 from headstart.models.cache import HOLE
 from headstart.models.drafter import Drafter, Drafting, Proposal
 from headstart.models.sampling import RowRandom, Sampling, draw, residual
-from headstart.models.trees import ROOT, Shape, tree_attention_mask
+from headstart.models.trees import Shape, tree_attention_mask
 from headstart.models.verifier import States, Verifier
 
 __all__ = [
@@ -246,8 +253,7 @@ def _layout(proposal: Proposal, branches: bool) -> tuple[Tensor | None, Tensor]:
 
 def _looked(proposal: Proposal, depths: Tensor, verdict: Verdict, depth: int) -> Tensor:
     """How many nodes each row has at depth 1 … D, and how many depths were examined: `[B, D+1]`."""
-    root = torch.full_like(verdict.accepted[:, None], ROOT)
-    at = torch.cat([root, verdict.path], 1).gather(1, verdict.accepted[:, None])
+    at = last_node(verdict.path, verdict.accepted)[:, None]
     more = ((proposal.parents == at) & proposal.real).any(1)
     if depth:
         depths = depths[:, : proposal.tokens.shape[1]]

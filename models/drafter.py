@@ -54,9 +54,8 @@ class Proposal(NamedTuple):
     real: Tensor  # bool [B, N] which of the N there are; a lookup may find none
     log_probs: Tensor | None  # [B, N, V'] the law each was drawn from, given the siblings drawn
     # before (without replacement: they are taken out of it); None: point masses
-    vocabulary: (
-        Tensor | None
-    )  # [V'] verifier id of each column of log_probs, ascending; None: V' = V
+    vocabulary: Tensor | None  # [V'] verifier id of each column of log_probs, ascending; None:
+    # V' = V
     scratch: int = 0  # so many nodes at the end are no drafts: never accepted, only observed
 
 
