@@ -52,7 +52,7 @@ def acceptance_table(
         for part in (turns[:, s + 2 :] > 0).nonzero().split(_CHUNK):
             row, slot = part.T
             token = ids[row, slot + s + 2]
-            logits = drafter.logits(hidden[row, slot]).float()
+            logits = drafter.logits(hidden[row, slot], s).float()
             column = vocab.columns(token, drafter.draft_ids)
             inside, column = column >= 0, column.clamp(min=0)
             if drafting.sampled:
@@ -87,7 +87,7 @@ def rank_acceptance(
             for part in (supervised(batch, s) & alive).nonzero().split(_CHUNK):
                 row, slot = part.T
                 column = vocab.columns(ids[row, slot + s + 2], drafter.draft_ids)
-                logits = drafter.logits(hidden[row, slot]).float()
+                logits = drafter.logits(hidden[row, slot], s).float()
                 rank = (logits > logits.gather(1, column.clamp(min=0)[:, None])).sum(1)
                 rank = rank.masked_fill(column < 0, ranks).clamp(max=ranks)
                 reached[row, slot] = rank < ranks

@@ -26,7 +26,7 @@ from headstart.eval.rejection import (
     verify_greedy,
 )
 from headstart.models.cache import HOLE
-from headstart.models.drafter import Drafter, Drafting, Proposal
+from headstart.models.drafter import Drafter, Drafting, Proposal, check_depth
 from headstart.models.sampling import RowRandom, Sampling, draw, residual
 from headstart.models.trees import Shape, tree_attention_mask
 from headstart.models.verifier import States, Verifier
@@ -125,6 +125,8 @@ def generate(
     device, terminators = verifier.device, set(verifier.terminator_ids)
     layers = () if drafter is None else drafter.feature_layers
     depth = 0 if drafter is None else shape.depth
+    if drafter is not None:
+        check_depth(drafter, depth, "the depth of the drafts")
     outputs = [Generated([], 0, *([0] * depth for _ in range(3))) for _ in prompts]
     random = RowRandom(seed, list(range(len(prompts))) if row_ids is None else row_ids)
     cache = verifier.new_cache(len(prompts))

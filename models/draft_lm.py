@@ -9,18 +9,38 @@ verifier's and draft model's vocabulary.
 """
 
 import copy
+import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headstart.models.cache import HOLE, RaggedCache
-from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
+from headstart.models.drafter import (
+    Batch,
+    Drafting,
+    Proposal,
+    TrainableDrafter,
+    check_shape,
+    made_for,
+)
 from headstart.models.growth import Nodes, grow
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape, walk
 from headstart.models.verifier import States, Verifier
+
+
+@dataclass
+class DraftLMConfig:
+    """The model to start from."""
+
+    init: str = "layers:0-5"
+    """layers:0,1,28,29: the verifier itself with only these layers, copied; or any causal language
+    model with the verifier's tokenizer, as a folder or a Hub name."""
 
 
 class State:
@@ -38,6 +58,7 @@ class DraftLM(TrainableDrafter):
     """The drafter around a model, which is wrapped as a `Verifier` for its caches and logits."""
 
     feature_layers = ()
+    serving = "draft_model"
 
     def __init__(self, lm: Verifier, verifier: Verifier, loss: LossConfig):
         super().__init__(verifier, loss)
@@ -50,6 +71,23 @@ class DraftLM(TrainableDrafter):
         self.width = min(lm.vocab_size, verifier.vocab_size)
         shorter = self.width < verifier.vocab_size
         self.draft_ids = torch.arange(self.width, device=lm.device) if shorter else None
+
+    @classmethod
+    def create(cls, verifier: Verifier, config: DraftLMConfig, loss: LossConfig) -> "DraftLM":
+        """A drafter to be trained, in float32, with weights of its own.
+
+        Raises:
+            ValueError: no such model, another tokenizer, layers that the verifier does not have.
+        """
+        if config.init.startswith("layers:"):
+            lm = cut(verifier, parse_layers(config.init, "drafter.init"))
+            model = copy.deepcopy(lm.model).float()  # the verifier's own weights stay as they are
+            lm = Verifier(model, lm.tokenizer, lm.name)
+        else:
+            lm = load_lm(config.init, "float32", verifier)
+        drafter = cls(lm, verifier, loss)
+        drafter.model.requires_grad_(True)
+        return drafter
 
     @property
     def lm(self) -> Verifier:
@@ -65,7 +103,7 @@ class DraftLM(TrainableDrafter):
             hidden = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
             yield hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.lm.logits(hidden)[..., : self.width]
 
     # ---- decoding ----------------------------------------------------------------------------
@@ -128,9 +166,9 @@ class DraftLM(TrainableDrafter):
             if state.nodes is not None:
                 held = tuple(torch.cat(pair, 1) for pair in zip(state.nodes, held, strict=True))
             state.nodes = held
-            return self.logits(states.last_hidden)
+            return self.logits(states.last_hidden, nodes.depth)
 
-        return grow(self.logits(state.output), step, shape, drafting, random, self.draft_ids)
+        return grow(self.logits(state.output, 0), step, shape, drafting, random, self.draft_ids)
 
     @staticmethod
     def _forget_nodes(state: State) -> None:
@@ -147,6 +185,33 @@ class DraftLM(TrainableDrafter):
             state.output = state.output[rows]
         if state.nodes is not None:
             state.nodes = tuple(held[rows] for held in state.nodes)
+
+    # ---- checkpoint --------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """An ordinary folder of the model, as transformers writes it, with its tokenizer."""
+        self.model.save_pretrained(folder)
+        self.lm.tokenizer.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["headstart"] = made_for(self.verifier, "draft_lm") | {
+            "target_hidden_size": self.verifier.hidden_size,
+            "target_vocab_size": self.verifier.vocab_size,
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "DraftLM":
+        """Read a saved drafter, in float32.
+
+        Raises:
+            ValueError: damaged weights, or a verifier of another shape.
+        """
+        target = config["headstart"]
+        shape = (target["target_hidden_size"], target["target_vocab_size"])
+        check_shape(folder, *shape, verifier)
+        drafter = cls(load_lm(str(folder), "float32", verifier), verifier, loss)
+        drafter.model.requires_grad_(True)
+        return drafter
 
 
 def check_tokenizer(lm: Verifier, verifier: Verifier) -> None:
@@ -206,3 +271,37 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     model.generation_config = verifier.model.generation_config
     name = f"{verifier.name} cut to layers {','.join(map(str, layers))}"
     return Verifier(model.to(verifier.device), verifier.tokenizer, name)
+
+
+def parse_layers(text: str, field: str) -> tuple[int, ...]:
+    """layers:0-3,28,29
+
+    Raises:
+        ValueError: something else.
+    """
+    found: list[int] = []
+    for part in text.partition(":")[2].split(","):
+        span = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
+        if not span or int(span[2] or span[1]) < int(span[1]):
+            raise ValueError(
+                f"{field} {text!r}: {part!r} is no layer, nor a range of them; write layers:0-5 or "
+                "layers:0,1,29"
+            )
+        found += range(int(span[1]), int(span[2] or span[1]) + 1)
+    return tuple(found)
+
+
+def load_lm(name: str, dtype: str, verifier: Verifier) -> Verifier:
+    """A causal language model to draft with.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        return Verifier.load(name, dtype, verifier.device)
+    except ValueError as error:
+        message = str(error).replace("verifier", "drafter", 1)
+        raise ValueError(
+            f"{message} (A drafter may also be the folder of a checkpoint, prompt-lookup, "
+            "lookahead, or layers:0-5.)"
+        ) from error

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -90,6 +91,8 @@ class Drafter(abc.ABC):
     """Layers whose residual stream `States.features` must hold for `advance`; none by default."""
     context_length: int | None = None
     """Longest text it can draft for, in tokens; None: whatever the verifier can read."""
+    max_depth: int | None = None
+    """Most drafts in a row it can make, such as its number of heads; None: any."""
 
     @abc.abstractmethod
     def start(self, first_tokens: Tensor) -> Any:
@@ -136,6 +139,10 @@ class TrainableDrafter(Drafter, nn.Module):
     draft_ids: Tensor | None
     config: PretrainedConfig
     """What `save` writes; its `headstart` entry says for which verifier it was made."""
+    serving: str | None = None
+    """vLLM's name of the method that loads a saved folder; None: no engine does."""
+    one_head: bool = True
+    """Whether `logits` is the same for every step, so that losses may project all steps at once."""
 
     def __init__(self, verifier: Verifier, loss: losses.LossConfig):
         nn.Module.__init__(self)
@@ -151,8 +158,8 @@ class TrainableDrafter(Drafter, nn.Module):
         """Hidden states [B, T, H'] of step 0, 1, …: row t of step s is for x_{t+2+s}."""
 
     @abc.abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H'] -> [..., V']."""
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Of hidden states of one step (any, with `one_head`): [..., H'] -> [..., V']."""
 
     def forward(self, batch: Batch, weights: Tensor) -> Loss:
         """The batch's share of the optimizer step's loss.
@@ -180,3 +187,58 @@ def fingerprint(drafter: TrainableDrafter) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def made_for(verifier: Verifier, kind: str) -> dict[str, str]:
+    """The `headstart` entry of a saved config."""
+    return {"type": kind, "verifier": verifier.name, "fingerprint": verifier.fingerprint()}
+
+
+def check_depth(drafter: Drafter, depth: int, field: str) -> None:
+    """Raise a ValueError where the drafter cannot make so many drafts in a row."""
+    if drafter.max_depth is not None and depth > drafter.max_depth:
+        raise ValueError(
+            f"{field} is {depth}, but this drafter makes {drafter.max_depth} drafts in a row at "
+            f"most; pass {drafter.max_depth} or less"
+        )
+
+
+def check_shape(folder: Path, hidden_size: int, vocab_size: int, verifier: Verifier) -> None:
+    """Raise a ValueError for a drafter of a verifier of another shape."""
+    if (hidden_size, vocab_size) != (verifier.hidden_size, verifier.vocab_size):
+        raise ValueError(
+            f"drafter {str(folder)!r} is for a verifier of hidden size {hidden_size} and "
+            f"{vocab_size} tokens; {verifier.name} has {verifier.hidden_size} and "
+            f"{verifier.vocab_size}"
+        )
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of a saved drafter.
+
+    Raises:
+        ValueError: they are missing or damaged.
+    """
+    try:
+        return load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
+
+
+def load_weights(drafter: TrainableDrafter, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Every tensor of `drafter`, no more and no less.
+
+    Raises:
+        ValueError: other tensors than those of its config.
+    """
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"drafter {str(folder)!r}: model.safetensors cannot be read or is not that of its "
+        f"config.json: {' '.join(str(error).split())}; use another checkpoint"
+    )

@@ -8,31 +8,19 @@ Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers
 verifier's and draft vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from headstart.models import vocab
-from headstart.models.cache import RaggedCache
-from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
-from headstart.models.growth import Nodes, grow
-from headstart.models.layers import cached_attention, packed_mask, ttt_attention
+from headstart.models.drafter import check_shape, load_weights, made_for, read_tensors
+from headstart.models.feature_drafter import Attention, DraftLayer, FeatureDrafter, llama_config
 from headstart.models.losses import LossConfig
-from headstart.models.sampling import RowRandom
-from headstart.models.trees import Shape
-from headstart.models.verifier import States, Verifier
+from headstart.models.verifier import Verifier
 
 
 @dataclass
@@ -88,28 +76,7 @@ def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, 
     return layers
 
 
-class Attention(nn.Module):
-    """Grouped-query attention whose input is twice as wide as its output."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(2 * width, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
-
-    def project(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """[B, n, 2H] -> rotated query, rotated key, value, each [B, heads, n, D]."""
-        query, key, value = (
-            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return [*apply_rotary_pos_emb(query, key, *rotary), value]
-
-
-class Layer(nn.Module):
+class Layer(DraftLayer):
     """Decoder layer: attention on [norm(E(x)); norm(f)], residual f."""
 
     def __init__(self, config: LlamaConfig):
@@ -117,31 +84,25 @@ class Layer(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, 2 * width)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps)
         self.mlp = LlamaMLP(config)
 
-    def project(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]):
-        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+    def project(
+        self, embedded: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> list[Tensor]:
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(residual)], dim=-1)
         return self.self_attn.project(inputs, rotary)
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """[B, n, H] residual and [B, heads, n, D] attention output -> [B, n, H]."""
-        hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class State:
-    """Decoding state: keys of the verified slots, and the last slot's output."""
-
-    def __init__(self, batch_size: int, device: torch.device):
-        self.cache = RaggedCache(batch_size, device)
-        self.slots = torch.zeros(batch_size, dtype=torch.long, device=device)  # [B]
-        self.output: Tensor | None = None  # [B, H] of the last verified slot
-
-
-class Eagle3(TrainableDrafter):
+class Eagle3(FeatureDrafter):
     """The drafter. Make one with `create`, read one with `load`."""
+
+    serving = "eagle3"
 
     def __init__(
         self, config: LlamaConfig, verifier: Verifier, loss: LossConfig, draft_ids: Tensor | None
@@ -227,9 +188,13 @@ class Eagle3(TrainableDrafter):
         if len(norm) == 1 and norm[0].weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(norm[0].weight)
 
-    # ---- training ----------------------------------------------------------------------------
+    # ---- one step ----------------------------------------------------------------------------
 
-    def fuse(self, features: Tensor) -> Tensor:
+    @property
+    def layer(self) -> Layer:
+        return self.midlayer
+
+    def first(self, features: Tensor | None, last_hidden: Tensor) -> Tensor:
         """[B, n, L*H] -> f [B, n, H]."""
         if self.fc_norm is not None:
             parts = features.split(self.config.hidden_size, dim=-1)
@@ -237,88 +202,11 @@ class Eagle3(TrainableDrafter):
             features = torch.cat([norm(part) for norm, part in pairs], dim=-1)
         return self.fc(features.to(self.fc.weight.dtype))
 
-    def unroll(self, batch: Batch, num_steps: int) -> Iterator[Tensor]:
-        hidden = self.fuse(batch["features"])
-        mask = packed_mask(batch["document_ids"], hidden.dtype)
-        tokens = batch["input_ids"]
-        keys, values = [], []
-        for s in range(num_steps):
-            tokens = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)  # x_{t+1+s} at slot t
-            embedded = self.verifier.embed(tokens).to(hidden.dtype)
-            rotary = self.rotary(hidden, batch["position_ids"] + s)
-            query, key, value = self.midlayer.project(embedded, hidden, rotary)
-            keys.append(key)
-            values.append(value.to(key.dtype))
-            attended = ttt_attention(query.to(key.dtype), keys, values, mask)
-            hidden = self.midlayer.finish(hidden, attended)
-            yield hidden
-            if self.config.norm_output:
-                hidden = self.norm(hidden)
+    def fed_back(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.config.norm_output else output
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
-
-    # ---- decoding ----------------------------------------------------------------------------
-
-    def start(self, first_tokens: Tensor) -> State:
-        return State(len(first_tokens), first_tokens.device)
-
-    def advance(self, state: State, tokens: Tensor, lengths: Tensor, states: States) -> None:
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = (state.slots[:, None] + steps).masked_fill(steps >= lengths[:, None], -1)
-        output = self._run(state, self.fuse(states.features), tokens, positions)
-        last = output[torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)]
-        if state.output is not None:
-            last = torch.where((lengths > 0)[:, None], last, state.output)
-        state.output = last
-        state.slots = state.slots + lengths
-        if state.cache.has_holes:
-            state.cache.keep(state.cache.positions >= 0)  # squeezes them out once they are many
-
-    def propose(
-        self, state: State, shape: Shape, drafting: Drafting, random: RowRandom | None
-    ) -> Proposal:
-        kept, had_holes = state.cache.positions.shape[1], state.cache.has_holes
-        outputs = state.output[:, None]  # of the root, then of each node stepped
-
-        def step(nodes: Nodes) -> Tensor:
-            nonlocal outputs
-            above = (nodes.parents + 1)[..., None].expand(-1, -1, outputs.shape[-1])
-            hidden = outputs.gather(1, above)
-            if self.config.norm_output:
-                hidden = self.norm(hidden)
-            positions = (state.slots + nodes.depth - 1)[:, None].expand_as(nodes.tokens)
-            output = self._run(state, hidden, nodes.tokens, positions, nodes.seen)
-            outputs = torch.cat([outputs, output], 1)
-            return self.logits(output)
-
-        first = self.logits(state.output)
-        proposal = grow(first, step, shape, drafting, random, self.draft_ids)
-        # the drafter's own features must not outlive the proposal: `advance` writes real ones
-        state.cache.truncate(kept)
-        state.cache.has_holes = had_holes
-        return proposal
-
-    def _run(
-        self,
-        state: State,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """The layer over n new slots, appended to the cache: [B, n, H]."""
-        embedded = self.verifier.embed(tokens).to(hidden.dtype)
-        rotary = self.rotary(hidden, positions.clamp(min=0))
-        query, key, value = self.midlayer.project(embedded, hidden, rotary)
-        attended = cached_attention(query, key, value, positions, state.cache, seen)
-        return self.midlayer.finish(hidden, attended)
-
-    def select_rows(self, state: State, rows: Tensor) -> None:
-        state.cache.select_rows(rows)
-        state.slots = state.slots[rows]
-        if state.output is not None:  # a text may end before its first round
-            state.output = state.output[rows]
 
     # ---- checkpoint --------------------------------------------------------------------------
 
@@ -329,24 +217,13 @@ class Eagle3(TrainableDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        width, size = config["target_hidden_size"], config["vocab_size"]
-        if (width, size) != (verifier.hidden_size, verifier.vocab_size):
-            raise ValueError(
-                f"drafter {str(folder)!r} is for a verifier of hidden size {width} and {size} "
-                f"tokens; {verifier.name} has {verifier.hidden_size} and {verifier.vocab_size}"
-            )
-        try:
-            tensors = load_file(folder / "model.safetensors")
-            draft_ids = None
-            if "d2t" in tensors:
-                draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-            drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
-            drafter.load_state_dict(tensors)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(
-                f"drafter {str(folder)!r}: model.safetensors cannot be read or is not that of its "
-                f"config.json: {' '.join(str(error).split())}; use another checkpoint"
-            ) from error
+        check_shape(folder, config["target_hidden_size"], config["vocab_size"], verifier)
+        tensors = read_tensors(folder)
+        draft_ids = None
+        if "d2t" in tensors:
+            draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
+        load_weights(drafter, folder, tensors)
         return drafter
 
 
@@ -354,31 +231,10 @@ def draft_config(
     verifier: Verifier, config: Eagle3Config, layers: tuple[int, ...], draft_vocab_size: int
 ) -> LlamaConfig:
     """The config that is saved: the verifier's shape and positions, and explicit flags."""
-    theirs = verifier.config
-    heads = theirs.num_attention_heads
-    rope = dict(theirs.rope_parameters)
-    if "full_attention" in rope:  # families with one set of positions for each kind of attention
-        rope = dict(rope["full_attention"])
-    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
-    return LlamaConfig(
+    return llama_config(
+        verifier,
         architectures=["LlamaForCausalLMEagle3"],
-        dtype="float32",
-        hidden_size=verifier.hidden_size,
-        intermediate_size=theirs.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
-        head_dim=getattr(theirs, "head_dim", None) or verifier.hidden_size // heads,
-        vocab_size=verifier.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        rms_norm_eps=getattr(theirs, "rms_norm_eps", 1e-5),
-        rope_parameters=rope,
-        max_position_embeddings=theirs.max_position_embeddings,
-        hidden_act="silu",
-        attention_bias=False,
-        tie_word_embeddings=False,
-        bos_token_id=theirs.bos_token_id,
-        eos_token_id=theirs.eos_token_id,
         num_aux_hidden_states=len(layers),
         eagle_config={
             "eagle_aux_hidden_state_layer_ids": list(layers),
@@ -388,9 +244,5 @@ def draft_config(
         norm_before_residual=False,
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,
-        headstart={
-            "type": "eagle3",
-            "verifier": verifier.name,
-            "fingerprint": verifier.fingerprint(),
-        },
+        headstart=made_for(verifier, "eagle3"),
     )

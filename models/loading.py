@@ -1,11 +1,10 @@
 """From the name of a drafter to the drafter: a checkpoint of ours, another model, or a lookup."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from headstart.models.draft_lm import DraftLM, cut
+from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
 from headstart.models.drafter import Drafter, TrainableDrafter
 from headstart.models.eagle3 import Eagle3
 from headstart.models.lookup import (
@@ -18,7 +17,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
 from headstart.script import options
 
-CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3}
+CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "draft_lm": DraftLM}
 LOOKUPS = {
     "prompt-lookup": (PromptLookup, PromptLookupConfig),
     "lookahead": (Lookahead, LookaheadConfig),
@@ -43,10 +42,13 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
         lookup, config = LOOKUPS[kind]
         return lookup(options(name, config))
     if kind == "layers":
-        return DraftLM(cut(verifier, _layers(name)), verifier, LossConfig())
+        return DraftLM(cut(verifier, parse_layers(name, "drafter")), verifier, LossConfig())
+    dtype = str(verifier.dtype).removeprefix("torch.")
     if is_checkpoint(name):
-        return load_checkpoint(name, verifier, allow_verifier)
-    return DraftLM(_language_model(name, verifier), verifier, LossConfig())
+        drafter = load_checkpoint(name, verifier, allow_verifier)
+        if not isinstance(drafter, DraftLM) or dtype == "float32":
+            return drafter
+    return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig())
 
 
 def is_checkpoint(name: str) -> bool:
@@ -88,7 +90,7 @@ def load_pair(
 def kind_of(drafter: Drafter) -> str:
     """What a report calls it."""
     classes = CLASSES | {name: lookup for name, (lookup, _) in LOOKUPS.items()}
-    kinds = {made: name for name, made in (classes | {"draft_lm": DraftLM}).items()}
+    kinds = {made: name for name, made in classes.items()}
     return kinds[type(drafter)]
 
 
@@ -144,30 +146,3 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
         ) from error
     return config
-
-
-def _language_model(name: str, verifier: Verifier) -> Verifier:
-    """A causal language model to draft with, in the verifier's precision."""
-    dtype = str(verifier.dtype).removeprefix("torch.")
-    try:
-        return Verifier.load(name, dtype, verifier.device)
-    except ValueError as error:
-        message = str(error).replace("verifier", "drafter", 1)
-        raise ValueError(
-            f"{message} (A drafter may also be the folder of a checkpoint, prompt-lookup, "
-            "lookahead, or layers:0-5.)"
-        ) from error
-
-
-def _layers(name: str) -> tuple[int, ...]:
-    """layers:0-3,28,29"""
-    found: list[int] = []
-    for part in name.partition(":")[2].split(","):
-        span = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
-        if not span or int(span[2] or span[1]) < int(span[1]):
-            raise ValueError(
-                f"drafter {name!r}: {part!r} is no layer, nor a range of them; write layers:0-5 or "
-                "layers:0,1,29"
-            )
-        found += range(int(span[1]), int(span[2] or span[1]) + 1)
-    return tuple(found)

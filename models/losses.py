@@ -9,6 +9,7 @@ Legend: n rows, S steps, H verifier's hidden size, H' the drafter's, V and V' vo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -29,13 +30,17 @@ METRICS = ("loss", "accuracy", "outside_vocabulary")  # accuracy: the best draft
 class LossConfig:
     """What is learned from each supervised slot."""
 
-    kind: Literal["ce", "hard_ce", "lk", "lk_hybrid"] = "ce"
-    """ce: cross entropy with q̃; hard_ce: with the token; lk: minus the log of the acceptance rate;
-    lk_hybrid: KL far from the verifier, total variation near it."""
+    kind: Literal["ce", "hard_ce", "reverse_kl", "jsd", "lk", "lk_hybrid"] = "ce"
+    """ce: cross entropy with q̃, whose gradient is forward KL's; hard_ce: with the token;
+    reverse_kl: KL from p to q̃; jsd: Jensen-Shannon of both; lk: minus the log of the acceptance
+    rate; lk_hybrid: KL far from the verifier, total variation near it."""
     num_steps: int = 4
     """Steps unrolled in training (training-time test)."""
     gamma: float = 0.8
     """Step s weighs gamma^s, normalised over the steps."""
+    beta: float = 0.5
+    """jsd: share of q̃ in the mixture, in (0, 1); near 0 it is like forward KL, near 1 like
+    reverse KL."""
     eta: float = 3.0
     """lk_hybrid: how fast the weight moves from KL to total variation as acceptance grows."""
     chunk_positions: int = 256
@@ -46,6 +51,8 @@ class LossConfig:
             raise ValueError(f"loss.num_steps must be 1 or more, got {self.num_steps}")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"loss.gamma must be in (0, 1], got {self.gamma}")
+        if not 0 < self.beta < 1:
+            raise ValueError(f"loss.beta must be in (0, 1), got {self.beta}")
         if self.chunk_positions < 1:
             raise ValueError(f"loss.chunk_positions must be 1 or more, got {self.chunk_positions}")
 
@@ -97,9 +104,12 @@ class RowLosses(NamedTuple):
 def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Tensor) -> RowLosses:
     """Losses and gradients, written out: each is p minus what it should be, by some measure.
 
-    With p = softmax(logits), the gradient of −Σ_v a_v log p_v is (Σ a) p − a, and that of
-    −Σ_v min(q, p) is p S − p·1[p < q], where S = Σ p·1[p < q]. `lk` and `lk_hybrid` are from the
-    LK losses (2026); the weight of `lk_hybrid` is held constant.
+    With p = softmax(logits), the gradient of −Σ_v a_v log p_v is (Σ a) p − a, that of
+    −Σ_v min(q, p) is p S − p·1[p < q], where S = Σ p·1[p < q], and that of any f(p) is
+    p (g − Σ_v p_v g_v) with g = ∂f/∂p up to a constant: log(p/q̃) for reverse KL, and
+    (1−β) log(p/m), m = βq̃ + (1−β)p, for β·KL(q̃‖m) + (1−β)·KL(p‖m) (Agarwal et al. 2024, arXiv
+    2306.13649). `lk` and `lk_hybrid` are from the LK losses (2026); the weight of `lk_hybrid` is
+    held constant.
 
     Args:
         logits: the drafter's, [n, V'].
@@ -115,6 +125,9 @@ def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Te
     if config.kind == "ce":
         q_tilde = teacher.rows("q_tilde")
         return RowLosses(-torch.linalg.vecdot(q_tilde, log_p), p.sub_(q_tilde))
+    if config.kind in ("reverse_kl", "jsd"):
+        log_q_tilde = teacher.rows("log_q") - teacher.rows("log_mass")
+        return _divergence(config, log_q_tilde, log_p)
     log_q = teacher.rows("log_q")
     # in logarithms: the acceptance may be far too small for float32
     log_acceptance = torch.minimum(log_q, log_p).logsumexp(-1, keepdim=True)
@@ -129,6 +142,21 @@ def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Te
     loss = weight[:, 0] * divergence + (1 - weight[:, 0]) * (1 - acceptance[:, 0])
     gradient = weight * (p - q_tilde) + (1 - weight) * acceptance * to_acceptance
     return RowLosses(loss, gradient)
+
+
+def _divergence(config: LossConfig, log_q: Tensor, log_p: Tensor) -> RowLosses:
+    """Reverse KL and Jensen-Shannon of p and the renormalised q."""
+    p = log_p.exp()
+    if config.kind == "reverse_kl":
+        slope = log_p - log_q
+        loss = torch.linalg.vecdot(p, slope)
+    else:
+        beta = config.beta
+        log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+        slope = (1 - beta) * (log_p - log_m)
+        loss = beta * torch.linalg.vecdot(log_q.exp(), log_q - log_m)
+        loss = loss + torch.linalg.vecdot(p, slope)
+    return RowLosses(loss, p * (slope - torch.linalg.vecdot(p, slope)[:, None]))
 
 
 def unrolled_loss(
@@ -214,7 +242,7 @@ def _chunked(
         teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), torch.searchsorted(chunk, where))
         columns = vocab.columns(input_ids[where + 1], drafter.draft_ids)
         with torch.set_grad_enabled(bool(parameters)):
-            logits = drafter.logits(rows)
+            logits = _project(drafter, rows, counts)
         real = logits.detach()[: len(where)]
         found = row_losses(drafter.loss, teacher, real, columns)
         value += (found.loss * weights[steps]).sum()
@@ -235,6 +263,15 @@ def _chunked(
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
     shaped = [f.view_as(h) for f, h in zip(flat_gradients, hidden, strict=True)]
     return value, sums, [*shaped, *gradients]
+
+
+def _project(drafter: TrainableDrafter, rows: Tensor, counts: list[int]) -> Tensor:
+    """Logits of rows that are in order of their steps: `counts[s]` of step s, then padding."""
+    if drafter.one_head:
+        return drafter.logits(rows, 0)
+    parts = rows.split([*counts, len(rows) - sum(counts)])
+    last = len(counts) - 1  # padding goes with any step
+    return torch.cat([drafter.logits(part, min(s, last)) for s, part in enumerate(parts)])
 
 
 def _padded(rows: Tensor) -> Tensor:

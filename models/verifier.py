@@ -36,7 +36,7 @@ class States(NamedTuple):
 
 
 class Verifier:
-    """A frozen causal language model in `eval()`; gradients never flow into it.
+    """A causal language model in `eval()`, frozen unless its model is also what is trained.
 
     Layer l means "after l decoder layers": 0 is the embeddings, `num_layers` the residual stream
     before the final norm. (`hidden_states[num_layers]` of transformers is after that norm.)
@@ -149,7 +149,6 @@ class Verifier:
 
     # ---- states and logits -------------------------------------------------------------------
 
-    @torch.no_grad()
     def states(
         self,
         input_ids: Tensor,

@@ -17,7 +17,8 @@ from headstart.eval.measures import summarise
 from headstart.eval.speculate import generate
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, fingerprint
-from headstart.models.eagle3 import Eagle3, Eagle3Config, State, check_layers
+from headstart.models.eagle3 import Eagle3, Eagle3Config, check_layers
+from headstart.models.feature_drafter import State
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
@@ -150,7 +151,7 @@ def test_unroll_equals_the_equations_worked_by_hand(variant):
             close(got[0, t].double(), hidden)
     hidden = torch.randn(3, 32)
     want = torch.stack([rms(h, drafter.norm.weight) for h in hidden]) @ drafter.lm_head.weight.T
-    close(drafter.logits(hidden), want)
+    close(drafter.logits(hidden, 0), want)
 
 
 def test_a_slot_sees_features_up_to_itself_of_its_own_document():
@@ -265,7 +266,7 @@ class Serving:
             batch["features"][0, :slots] = self.states.features[row, :slots]
             batch["features"][0, slots:] = 5.0  # not known yet
             for s, hidden in enumerate(self.drafter.unroll(batch, len(drafts))):
-                expected = self.drafter.logits(hidden[0, slots - 1]).log_softmax(-1)
+                expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
                 close(proposal.log_probs[row, s], expected)
 
     def check_tree(self, proposal: Proposal) -> None:
@@ -284,7 +285,7 @@ class Serving:
                 batch["features"][0, :slots] = self.states.features[row, :slots]
                 batch["features"][0, slots:] = 5.0  # not known yet
                 *_, hidden = self.drafter.unroll(batch, len(path))
-                expected = self.drafter.logits(hidden[0, slots - 1]).log_softmax(-1)
+                expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
                 close(proposal.log_probs[row, node], expected)
 
 
@@ -451,7 +452,7 @@ def test_a_proposal_is_a_chain_of_verifier_ids():
         assert (proposal.log_probs is not None) == drafting.sampled
         if drafting.sampled:
             assert torch.equal(proposal.vocabulary, ids) and proposal.log_probs.shape == (3, 4, 40)
-    logits = serving.drafter.logits(serving.state.output)
+    logits = serving.drafter.logits(serving.state.output, 0)
     assert torch.equal(proposal.tokens[:, 0], ids[logits.argmax(-1)])
 
 
@@ -560,7 +561,7 @@ def test_a_saved_drafter_comes_back_bit_by_bit(variant, tmp_path):
     batch = batch_of(drafter, texts(2, 12))
     for left, right in zip(drafter.unroll(batch, 3), loaded.unroll(batch, 3), strict=True):
         assert torch.equal(left, right)
-        assert torch.equal(drafter.logits(left), loaded.logits(right))
+        assert torch.equal(drafter.logits(left, 0), loaded.logits(right, 0))
     loaded.save(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         first, second = (tmp_path / folder / name for folder in ("drafter", "again"))

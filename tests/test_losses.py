@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headstart.models.drafter import Batch, Loss, TrainableDrafter
 from headstart.models.losses import LossConfig, Teacher, row_losses
 
-KINDS = ["ce", "hard_ce", "lk", "lk_hybrid"]
+KINDS = ["ce", "hard_ce", "reverse_kl", "jsd", "lk", "lk_hybrid"]
 STEPS, WIDTH = 3, 6
 VERIFIER = verifier(num_hidden_layers=2)
 DRAFT_IDS = torch.tensor([0, 1, 2, 5, 7, 8, 13, 21, 22, 30, 31, 40, 41, 55, 63])
@@ -20,8 +20,9 @@ DRAFT_IDS = torch.tensor([0, 1, 2, 5, 7, 8, 13, 21, 22, 30, 31, 40, 41, 55, 63])
 class StandIn(TrainableDrafter):
     """The least that can be trained: the feature, turned once more at every step."""
 
-    def __init__(self, loss: LossConfig, draft_ids: Tensor | None):
+    def __init__(self, loss: LossConfig, draft_ids: Tensor | None, one_head: bool = True):
         super().__init__(VERIFIER, loss)
+        self.one_head = one_head
         self.feature_layers = ()
         torch.manual_seed(3)
         self.turn = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -35,8 +36,11 @@ class StandIn(TrainableDrafter):
             hidden = self.turn(hidden).tanh()
             yield hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        return self.head(hidden) * self.sharpness(step)
+
+    def sharpness(self, step: int) -> float:
+        return 1.0 if self.one_head else 1.5 - 0.4 * step
 
     def start(self, *_): ...
     def advance(self, *_): ...
@@ -96,7 +100,7 @@ def reference(drafter: StandIn, batch: Batch, weights: Tensor) -> dict[str, Tens
         target = int(batch["input_ids"][row, t + 2 + s])
         q_logits = VERIFIER.logits(batch["last_hidden"][row, t + 1 + s]).detach().double()
         q = q_logits.exp() / q_logits.exp().sum()
-        p_logits = steps[s][row, t] @ head.T
+        p_logits = steps[s][row, t] @ head.T * drafter.sharpness(s)
         p = p_logits.exp() / p_logits.exp().sum()
         overlap = sum(torch.minimum(q[v], p[i]) for i, v in enumerate(ids))
         inside = sum(q[v] for v in ids)
@@ -108,6 +112,14 @@ def reference(drafter: StandIn, batch: Batch, weights: Tensor) -> dict[str, Tens
             loss = -p[ids.index(target)].log() if target in ids else torch.zeros(()).double()
         elif drafter.loss.kind == "lk":
             loss = -overlap.log()
+        elif drafter.loss.kind == "reverse_kl":
+            loss = sum(p[i] * (p[i] / (q[v] / inside)).log() for i, v in enumerate(ids))
+        elif drafter.loss.kind == "jsd":
+            loss, beta = torch.zeros(()).double(), drafter.loss.beta
+            for i, v in enumerate(ids):
+                mixed = beta * q[v] / inside + (1 - beta) * p[i]
+                loss = loss + beta * q[v] / inside * (q[v] / inside / mixed).log()
+                loss = loss + (1 - beta) * p[i] * (p[i] / mixed).log()
         else:
             weight = math.exp(-3.0 * overlap.item())
             loss = weight * kl + (1 - weight) * (1 - overlap)
@@ -133,11 +145,12 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 WEIGHTS = torch.tensor([0.05, 0.03, 0.02])
 
 
+@pytest.mark.parametrize("one_head", [True, False], ids=["one head", "a head a step"])
 @pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["whole", "draft vocabulary"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_value_gradient_and_metrics_equal_plain_loops(kind, draft_ids):
+def test_value_gradient_and_metrics_equal_plain_loops(kind, draft_ids, one_head):
     given = batch()
-    drafter = StandIn(LossConfig(kind), draft_ids)
+    drafter = StandIn(LossConfig(kind, beta=0.3), draft_ids, one_head)
     expected = reference(drafter, given, WEIGHTS)
     loss = run(drafter, given, WEIGHTS)
     close(loss.value, expected["value"])
@@ -267,7 +280,7 @@ def test_outside_of_the_vocabulary_is_a_rejection():
     """The drafter's best draft is the first column everywhere; a token outside V' has no column."""
     given = batch()
     drafter = StandIn(LossConfig("ce"), DRAFT_IDS)
-    drafter.logits = lambda hidden: drafter.head(hidden) * 0
+    drafter.logits = lambda hidden, step: drafter.head(hidden) * 0
     with torch.no_grad():
         loss = drafter(given, WEIGHTS)
     slots = supervised_slots(given)
@@ -285,7 +298,8 @@ def test_step_weights_sum_to_one_and_fall_by_gamma():
 
 
 @pytest.mark.parametrize(
-    "field, value", [("num_steps", 0), ("gamma", 0.0), ("gamma", 1.5), ("chunk_positions", 0)]
+    "field, value",
+    [("num_steps", 0), ("gamma", 0.0), ("gamma", 1.5), ("chunk_positions", 0), ("beta", 1.0)],
 )
 def test_settings_without_meaning_are_refused(field, value):
     with pytest.raises(ValueError, match=f"loss.{field} must be .* got {value}"):

@@ -336,7 +336,7 @@ def test_rank_acceptance_equals_counting_in_plain_loops(partly_trained):
     right, asked = torch.zeros(depth, ranks), torch.zeros(depth)
     for row in rows:
         batch = featurize(collate([row], len(row.input_ids), packed=False))
-        laws = [partly_trained.logits(h)[0] for h in partly_trained.unroll(batch, depth)]
+        laws = [partly_trained.logits(h, 0)[0] for h in partly_trained.unroll(batch, depth)]
         ids, mask = row.input_ids, row.loss_mask
         for t in range(len(ids)):
             for s in range(depth):

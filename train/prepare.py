@@ -14,7 +14,7 @@ from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth
 from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
@@ -112,10 +112,21 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
     return torch.tensor(supervised).bincount(minlength=vocab_size)
 
 
-def initial_drafter(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
-    """A trained drafter to start from, perhaps another verifier's."""
-    drafter = load_checkpoint(folder, verifier, allow_verifier=True)
+def initial_drafter(
+    folder: str, kind: str, verifier: Verifier, loss: LossConfig
+) -> TrainableDrafter:
+    """A trained drafter to start from, perhaps another verifier's.
+
+    Raises:
+        ValueError: none there, or one of another type than this script trains.
+    """
     made_for = read_config(folder)["headstart"]
+    if made_for["type"] != kind:
+        raise ValueError(
+            f"init_from: {folder} is a drafter of type {made_for['type']}, this script trains "
+            f"{kind}; use train/{made_for['type']}.py"
+        )
+    drafter = load_checkpoint(folder, verifier, allow_verifier=True)
     if made_for["fingerprint"] != verifier.fingerprint():
         warnings.warn(
             f"init_from: {folder} was trained for {made_for['verifier']}, which is not this "
@@ -124,6 +135,12 @@ def initial_drafter(folder: str, verifier: Verifier, loss: LossConfig) -> Traina
         )
     drafter.loss = loss
     return drafter
+
+
+def check_depths(drafter: TrainableDrafter, draft_length: int, loss: LossConfig) -> None:
+    """Raise a ValueError for more steps than the drafter has."""
+    check_depth(drafter, draft_length, "training.draft_length")
+    check_depth(drafter, loss.num_steps, "loss.num_steps")
 
 
 def make_loader(

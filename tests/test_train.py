@@ -1,11 +1,16 @@
-"""The training script, from a verifier's folder and a JSONL file to a checkpoint."""
+"""The training scripts, from a verifier's folder and a JSONL file to a checkpoint.
 
+A new script adds itself to `SCRIPTS`.
+"""
+
+import copy
 import json
 import random
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,21 +18,28 @@ import tiny
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from tiny_run import lines, losses
 
 from headstart.data.collate import Featurizer
 from headstart.data.render import Row
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.eagle3 import Eagle3Config
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.script import parse, run_script
 from headstart.train import eagle3, prepare
-from headstart.train.eagle3 import Recipe
+from headstart.train import recipe as shared
 from headstart.train.loop import TrainingConfig
 from headstart.train.prepare import DataConfig, count_tokens, initial_drafter
+from headstart.train.recipe import Recipe
 from headstart.train.tracking import Tracker
 
 torch.set_num_threads(1)
+
+SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+    "eagle3": (eagle3, {"drafter": Eagle3Config(draft_vocab_size=32)}),
+}
 
 
 def save_verifier(folder: Path, **overrides: Any) -> str:
@@ -58,7 +70,7 @@ def write_conversations(path: Path, count: int, seed: int) -> str:
     return str(path)
 
 
-def recipe(folder: Path, verifier: str, **training: Any) -> Recipe:
+def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -> Recipe:
     data = DataConfig(
         write_conversations(folder / "train.jsonl", 12, seed=1),
         write_conversations(folder / "eval.jsonl", 5, seed=2),
@@ -67,18 +79,16 @@ def recipe(folder: Path, verifier: str, **training: Any) -> Recipe:
         eval_limit=3,
     )
     training = {"max_steps": 4, "mixed_precision": "no", "validate_every": 2} | training
-    return Recipe(
-        data,
-        TrainingConfig(str(folder / "run"), **training),
-        verifier,
-        drafter=Eagle3Config(draft_vocab_size=32),
-        loss=LossConfig(num_steps=2),
-    )
+    script, settings = SCRIPTS[kind]
+    training = TrainingConfig(str(folder / "run"), **training)
+    settings = {"loss": LossConfig(num_steps=2)} | copy.deepcopy(settings)
+    return script.Recipe(data, training, verifier, **settings)
 
 
 def run(recipe: Recipe) -> None:
     AcceleratorState._reset_state()
-    eagle3.run(recipe)
+    script = next(s for s, _ in SCRIPTS.values() if isinstance(recipe, s.Recipe))
+    script.run(recipe)
 
 
 def test_run_leaves_a_drafter_for_its_verifier(
@@ -97,18 +107,53 @@ def test_run_leaves_a_drafter_for_its_verifier(
         load_checkpoint(tmp_path / "run" / "best", tiny.verifier(seed=1))
 
 
-def test_resolved_recipe_can_be_run_again(tmp_path: Path, verifier: str) -> None:
-    run(recipe(tmp_path, verifier))
-    again = parse(Recipe, ["--config", str(tmp_path / "run" / "recipe.yaml")])
-    assert again == recipe(tmp_path, verifier)
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_every_trained_tensor_is_saved_and_every_saved_tensor_is_trained(
+    tmp_path: Path, verifier: str, kind: str
+) -> None:
+    """A head that drafts go through but that is not saved, or saved but never trained, passes
+    unnoticed until it is served."""
+    drafters: list[TrainableDrafter] = []
+
+    def fit(drafter: TrainableDrafter, *arguments: Any) -> None:
+        drafters.append(copy.deepcopy(drafter.state_dict()))
+        real_fit(drafter, *arguments)
+        drafters.append(drafter)
+
+    real_fit = shared.fit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "fit", fit)
+        run(recipe(tmp_path, verifier, kind, learning_rate=1e-2, warmup=0.0))
+    before, drafter = drafters
+    last = tmp_path / "run" / "checkpoints" / "step-000004"
+    saved = load_file(last / "model.safetensors")
+    trained = {name for name, weight in drafter.named_parameters() if weight.requires_grad}
+    loaded = load_checkpoint(last, tiny.verifier())
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, drafter.get_parameter(name)), f"{name} came back different"
+    assert trained and trained == {name for name, _ in loaded.named_parameters()}
+    for name in trained:
+        assert not torch.equal(before[name], drafter.get_parameter(name)), f"{name} is not trained"
+    floats = {name for name, tensor in saved.items() if tensor.is_floating_point()}
+    assert len(floats) == len(trained)
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_resolved_recipe_can_be_run_again(tmp_path: Path, verifier: str, kind: str) -> None:
+    run(recipe(tmp_path, verifier, kind))
+    script, _ = SCRIPTS[kind]
+    again = parse(script.Recipe, ["--config", str(tmp_path / "run" / "recipe.yaml")])
+    assert again == recipe(tmp_path, verifier, kind)
     again.training.output_dir = str(tmp_path / "again")
     run(again)
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("keep_states", [True, False])
+@pytest.mark.parametrize(
+    "kind, keep_states", [*((kind, True) for kind in SCRIPTS), ("eagle3", False)]
+)
 def test_resumed_run_equals_an_unbroken_one(
-    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, keep_states: bool
+    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, kind: str, keep_states: bool
 ) -> None:
     groups: list[list[int]] = []  # sizes of the verifier's groups, of each featurizer
 
@@ -120,7 +165,7 @@ def test_resumed_run_equals_an_unbroken_one(
     prepare_featurizer = prepare.make_featurizer
     monkeypatch.setattr(prepare, "make_featurizer", make_featurizer)
     monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 128)
-    broken = recipe(tmp_path, verifier, max_steps=8, save_every=3, keep_last=9)
+    broken = recipe(tmp_path, verifier, kind, max_steps=8, save_every=3, keep_last=9)
     broken.data.keep_states = keep_states
     broken.tracking.log_every = 2
     run(broken)
@@ -158,7 +203,7 @@ def test_interrupted_run_ends_with_code_130_and_can_be_resumed(
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(Tracker, "advance", advance_and_interrupt)
         AcceleratorState._reset_state()
-        run_script(Recipe, eagle3.run)
+        run_script(eagle3.Recipe, eagle3.run)
     assert stop.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped by the user"
     checkpoints = tmp_path / "broken" / "checkpoints"
@@ -189,8 +234,12 @@ def test_init_from_another_verifiers_drafter_warns(tmp_path: Path, verifier: str
     run(recipe(tmp_path, verifier))
     best = str(tmp_path / "run" / "best")
     with pytest.warns(UserWarning, match="was trained for .*, which is not this"):
-        drafter = initial_drafter(best, tiny.verifier(seed=1), LossConfig(num_steps=3))
+        drafter = initial_drafter(best, "eagle3", tiny.verifier(seed=1), LossConfig(num_steps=3))
     assert drafter.loss.num_steps == 3
+    with pytest.raises(
+        ValueError, match=r"type eagle3, this script trains medusa; use train/eagle3"
+    ):
+        initial_drafter(best, "medusa", tiny.verifier(), LossConfig())
     start = recipe(tmp_path, verifier)
     start.init_from, start.training.output_dir = best, str(tmp_path / "second")
     start.training.learning_rate = 0.0
@@ -249,7 +298,7 @@ def test_settings_that_no_verifier_could_take_are_refused_at_once(
     option: str, value: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        parse(Recipe, ["--config", "recipes/eagle3/tiny.yaml", f"--{option}", value])
+        parse(eagle3.Recipe, ["--config", "recipes/eagle3/tiny.yaml", f"--{option}", value])
     assert "\n" not in str(caught.value)
 
 
@@ -262,9 +311,13 @@ def test_data_without_a_supervised_token_is_an_error(tmp_path: Path, verifier: s
 
 
 def test_tiny_recipe_is_one_of_the_scripts(tmp_path: Path) -> None:
-    parsed = parse(Recipe, ["--config", "recipes/eagle3/tiny.yaml", "--training.resume", "true"])
+    parsed = parse(
+        eagle3.Recipe, ["--config", "recipes/eagle3/tiny.yaml", "--training.resume", "true"]
+    )
     assert parsed.training.resume
     with pytest.raises(ValueError, match="learning_rte"):
-        parse(Recipe, ["--config", "recipes/eagle3/tiny.yaml", "--training.learning_rte", "1"])
+        parse(
+            eagle3.Recipe, ["--config", "recipes/eagle3/tiny.yaml", "--training.learning_rte", "1"]
+        )
     saved = yaml.safe_load(Path("recipes/eagle3/tiny.yaml").read_text())
     assert saved["verifier"] == parsed.verifier

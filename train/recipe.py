@@ -1,0 +1,71 @@
+"""What every training script shares: the common part of its recipe, and the run itself."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from headstart.models import vocab
+from headstart.models.drafter import TrainableDrafter
+from headstart.models.loading import load_checkpoint
+from headstart.models.losses import LossConfig
+from headstart.models.verifier import Verifier
+from headstart.train import prepare
+from headstart.train.checkpoint import Checkpoints
+from headstart.train.loop import TrainingConfig, fit, launch
+from headstart.train.prepare import Data, DataConfig
+from headstart.train.tracking import Tracker, TrackingConfig
+
+
+@dataclass
+class Recipe:
+    """Everything that decides a run; each script adds `drafter`, its own drafter's config."""
+
+    data: DataConfig
+    training: TrainingConfig
+    verifier: str = "embedded/smollm2-135m"
+    """Embedded name, local folder or Hub name of the model drafted for."""
+    verifier_dtype: str = "auto"
+    """float32 or bfloat16; auto: bfloat16 where training's mixed precision is bf16."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    init_from: str | None = None
+    """Folder of a trained drafter to start from; its shape replaces `drafter`."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+def train(recipe: Recipe, kind: str, create: Callable[[Verifier, Data], TrainableDrafter]) -> None:
+    """Train to the end of the recipe's budget: a new drafter, a given one, or a broken-off run's.
+
+    Args:
+        kind: type of drafter that this script trains, as checkpoints name it.
+        create: makes a new one.
+    """
+    training = recipe.training
+    accelerator = launch(training)
+    resolved = asdict(recipe)
+    tracker = Tracker(
+        recipe.tracking, training.output_dir, resolved, main=accelerator.is_main_process
+    )
+    checkpoints = Checkpoints(training.output_dir, training.keep_last, resolved)
+    resumed = checkpoints.open(training.resume)
+
+    verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
+    data = prepare.render_data(recipe.data, verifier, accelerator)
+    if resumed is not None:
+        drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)
+        drafter.loss = recipe.loss
+        accelerator.print(f"resuming from {resumed.folder}")
+    elif recipe.init_from is not None:
+        drafter = prepare.initial_drafter(recipe.init_from, kind, verifier, recipe.loss)
+    else:
+        drafter = create(verifier, data)
+    prepare.check_depths(drafter, training.draft_length, recipe.loss)
+    if drafter.draft_ids is not None:
+        covered = vocab.coverage(data.token_counts, drafter.draft_ids.cpu())
+        accelerator.print(
+            f"draft vocabulary: {len(drafter.draft_ids)} of {verifier.vocab_size} ids, which are "
+            f"{covered:.2%} of the supervised tokens"
+        )
+
+    loader = prepare.make_loader(recipe.data, data, verifier, training, accelerator)
+    featurize = prepare.make_featurizer(recipe.data, data, drafter, accelerator)
+    validate = prepare.make_validation(data, drafter, featurize, training.draft_length, accelerator)
+    fit(drafter, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)
