@@ -18,7 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from headstart.models import vocab
 from headstart.models.drafter import check_shape, load_weights, made_for, read_tensors
-from headstart.models.feature_drafter import Attention, DraftLayer, FeatureDrafter, llama_config
+from headstart.models.feature_drafter import (
+    Attention,
+    DraftLayer,
+    FeatureDrafter,
+    check_init,
+    copy_last_layer,
+    llama_config,
+)
 from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
 
@@ -39,8 +46,7 @@ class Eagle3Config:
     """EAGLE-3.1: norm each fused feature first."""
 
     def __post_init__(self) -> None:
-        if self.init not in ("verifier", "random"):
-            raise ValueError(f"drafter.init must be verifier or random, got {self.init!r}")
+        check_init(self.init)
         size, layers = self.draft_vocab_size, self.feature_layers
         if size is not None and size < 1:
             raise ValueError(f"drafter.draft_vocab_size must be 1 or more, got {size}")
@@ -158,29 +164,9 @@ class Eagle3(FeatureDrafter):
                 nn.init.normal_(weight, std=0.02)
         rows = verifier.head.weight.float()
         self.lm_head.weight.copy_(rows if self.draft_ids is None else rows[self.draft_ids])
-        last = verifier.layers[-1]
-        source, target = dict(last.named_parameters()), dict(self.midlayer.named_parameters())
-        halves = {f"self_attn.{p}_proj.weight" for p in "qkv"}
-        wanted = {name: w.shape for name, w in target.items() if name != "hidden_norm.weight"}
-        for name in halves:
-            wanted[name] = torch.Size((wanted[name][0], wanted[name][1] // 2))
-        if init == "random":
-            return
-        same = {name: w.shape for name, w in source.items()} == wanted
-        if not same or verifier.config.hidden_act != "silu":  # Gemma: same shapes, other arithmetic
-            print(
-                f"drafter.init: the last layer of {verifier.name} has another shape or arithmetic "
-                "than the drafter's; starting from random weights"
-            )
+        if init == "random" or not copy_last_layer(verifier, self.midlayer, 2):
             return
         width = self.config.hidden_size
-        for name, weight in source.items():
-            if name in halves:
-                target[name][:, width:].copy_(weight)
-            elif name == "input_layernorm.weight":
-                target["hidden_norm.weight"].copy_(weight)
-            else:
-                target[name].copy_(weight)
         self.fc.weight[:, -width:].add_(torch.eye(width, device=self.fc.weight.device))
         norm = [
             m for m in verifier.decoder.children() if hasattr(m, "weight") and m.weight.dim() == 1

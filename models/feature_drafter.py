@@ -198,3 +198,48 @@ def llama_config(verifier: Verifier, **own: object) -> LlamaConfig:
         eos_token_id=theirs.eos_token_id,
         **own,
     )
+
+
+def check_init(init: str) -> None:
+    """Raise a ValueError for an unknown way to start."""
+    if init not in ("verifier", "random"):
+        raise ValueError(f"drafter.init must be verifier or random, got {init!r}")
+
+
+@torch.no_grad()
+def copy_last_layer(verifier: Verifier, layer: DraftLayer, input_halves: int) -> bool:
+    """Start a draft layer from the verifier's last decoder layer, if their shapes allow.
+
+    Args:
+        layer: its parameters are named like the verifier's. A norm that only one of the two has is
+            left out.
+        input_halves: 2 where the attention's input is [embedding; hidden]: the copied weights then
+            act on the hidden half.
+
+    Returns:
+        whether it was copied; if not, that is printed.
+    """
+    source = dict(verifier.layers[-1].named_parameters())
+    target = dict(layer.named_parameters())
+    width = verifier.hidden_size
+    wanted = {}
+    for name, weight in target.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weight = weight[:, (input_halves - 1) * width :]
+        wanted[name] = weight
+    norms = {"input_layernorm.weight", "hidden_norm.weight"}
+    same = {n: w.shape for n, w in source.items() if n not in norms} == {
+        n: w.shape for n, w in wanted.items() if n not in norms
+    }
+    if not same or verifier.config.hidden_act != "silu":  # Gemma: same shapes, other arithmetic
+        print(
+            f"drafter.init: the last layer of {verifier.name} has another shape or arithmetic "
+            "than the drafter's; starting from random weights"
+        )
+        return False
+    for name, weight in source.items():
+        if name == "input_layernorm.weight":
+            name = "hidden_norm.weight"  # it normed a hidden state there
+        if name in wanted:
+            wanted[name].copy_(weight)
+    return True

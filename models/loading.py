@@ -6,6 +6,7 @@ from typing import Any
 
 from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
 from headstart.models.drafter import Drafter, TrainableDrafter
+from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
 from headstart.models.lookup import (
     Lookahead,
@@ -17,7 +18,11 @@ from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
 from headstart.script import options
 
-CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "draft_lm": DraftLM}
+CLASSES: dict[str, type[TrainableDrafter]] = {
+    "eagle3": Eagle3,
+    "eagle1": Eagle1,
+    "draft_lm": DraftLM,
+}
 LOOKUPS = {
     "prompt-lookup": (PromptLookup, PromptLookupConfig),
     "lookahead": (Lookahead, LookaheadConfig),

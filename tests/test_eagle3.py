@@ -13,7 +13,6 @@ from torch import Tensor
 
 from headstart.data.collate import Featurizer, collate
 from headstart.data.render import Row
-from headstart.eval.measures import summarise
 from headstart.eval.speculate import generate
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, fingerprint
@@ -733,39 +732,3 @@ def test_every_family_can_be_drafted_for(family, tmp_path):
     plain = generate(verifier, None, prompts, shape=None, max_new_tokens=8, **greedy)
     assert [got.tokens for got in drafted] == [got.tokens for got in plain]
     assert sum(drafted[0].drafted) > 0
-
-
-# ---- learning ----------------------------------------------------------------------------------
-
-
-def test_what_is_learned_by_heart_is_accepted_in_decoding():
-    """Eight conversations, overfitted: training and serving see the same thing."""
-    verifier = tiny_verifier(hidden_size=64, intermediate_size=128)
-    verifier.terminator_ids = ()
-    prompts = [row.tolist() for row in texts(8, 4, seed=8)]
-    greedy = {"sampling": Sampling(), "drafting": Drafting(False, Sampling())}
-    length = 1 + 5 * 6
-    answers = generate(verifier, None, prompts, shape=None, max_new_tokens=length, **greedy)
-    rows = [
-        Row(prompt + answer.tokens, [0] * len(prompt) + [1] * length, str(i))
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    loss_config = LossConfig("hard_ce", num_steps=4, gamma=1.0)
-    drafter = Eagle3.create(verifier, Eagle3Config(), loss_config, torch.ones(64))
-    batch = Featurizer(verifier, drafter.feature_layers)(collate(rows, 64, packed=False))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    weights = drafter.loss.step_weights() / (8 * length)
-    for _ in range(300):
-        optimizer.zero_grad()
-        loss = drafter(batch, weights)
-        loss.value.backward()
-        optimizer.step()
-        totals = [loss.metrics[f"accuracy/{s}"] for s in range(4)]
-        marginal = sum(total for total, _ in totals) / sum(count for _, count in totals)
-        if marginal > 0.99:
-            break
-    assert marginal > 0.98
-    drafted = generate(verifier, drafter, prompts, shape=chain(4), max_new_tokens=length, **greedy)
-    assert [got.tokens for got in drafted] == [got.tokens for got in answers]
-    measured = summarise([got.counts(str(i)) for i, got in enumerate(drafted)])
-    assert measured["acceptance_length"]["value"] > 4.5

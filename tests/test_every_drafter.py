@@ -17,6 +17,7 @@ from headstart.eval.speculate import generate
 from headstart.eval.trial import pick, prompt_of
 from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
+from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
@@ -41,6 +42,16 @@ def eagle3(verifier: Verifier) -> Eagle3:
     return drafter.eval()
 
 
+def eagle1(verifier: Verifier) -> Eagle1:
+    torch.manual_seed(1)
+    drafter = Eagle1.create(verifier, Eagle1Config("random"), LossConfig())
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
 def half(verifier: Verifier) -> DraftLM:
     """The verifier's own first layers."""
     return DraftLM(cut(verifier, tuple(range(verifier.num_layers - 1))), verifier, LossConfig())
@@ -48,6 +59,7 @@ def half(verifier: Verifier) -> DraftLM:
 
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "eagle3": eagle3,
+    "eagle1": eagle1,
     "draft_lm": half,
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
@@ -105,7 +117,7 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
             assert compare(model, prompt, expected.tokens, text) != "different"
 
 
-@pytest.mark.parametrize("name", ["eagle3", "draft_lm"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "draft_lm"])
 @pytest.mark.parametrize("shape", ["chain", "static"])
 def test_a_sampled_text_does_not_depend_on_its_batch(name, shape):
     model = tiny_verifier(num_hidden_layers=4)
@@ -163,7 +175,7 @@ def in_order(cache, row: int):
 
 
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("name", ["eagle3", "draft_lm"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "draft_lm"])
 def test_after_500_rounds_the_caches_are_those_of_a_fresh_pass(name, shape, monkeypatch):
     """Random accept and reject, in a batch of three, for verifier and drafter."""
     model = endless("llama", num_hidden_layers=3, max_position_embeddings=4096)

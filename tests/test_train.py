@@ -23,22 +23,28 @@ from tiny_run import lines, losses
 
 from headstart.data.collate import Featurizer
 from headstart.data.render import Row
+from headstart.models.draft_lm import DraftLMConfig
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.eagle3 import Eagle3Config
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.script import parse, run_script
-from headstart.train import eagle3, prepare
+from headstart.train import draft_lm, eagle1, eagle3, prepare
 from headstart.train import recipe as shared
 from headstart.train.loop import TrainingConfig
 from headstart.train.prepare import DataConfig, count_tokens, initial_drafter
-from headstart.train.recipe import Recipe
+from headstart.train.recipe import CommonRecipe
 from headstart.train.tracking import Tracker
 
 torch.set_num_threads(1)
 
 SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "eagle3": (eagle3, {"drafter": Eagle3Config(draft_vocab_size=32)}),
+    "eagle1": (eagle1, {}),
+    "draft_lm": (
+        draft_lm,
+        {"drafter": DraftLMConfig("layers:0,1,7"), "loss": LossConfig(num_steps=1)},
+    ),
 }
 
 
@@ -70,7 +76,7 @@ def write_conversations(path: Path, count: int, seed: int) -> str:
     return str(path)
 
 
-def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -> Recipe:
+def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -> CommonRecipe:
     data = DataConfig(
         write_conversations(folder / "train.jsonl", 12, seed=1),
         write_conversations(folder / "eval.jsonl", 5, seed=2),
@@ -85,7 +91,7 @@ def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -
     return script.Recipe(data, training, verifier, **settings)
 
 
-def run(recipe: Recipe) -> None:
+def run(recipe: CommonRecipe) -> None:
     AcceleratorState._reset_state()
     script = next(s for s, _ in SCRIPTS.values() if isinstance(recipe, s.Recipe))
     script.run(recipe)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.script import run_script
-from headstart.train import recipe
-from headstart.train.recipe import train
+from headstart.train.recipe import CommonRecipe, train
 
 
 @dataclass
-class Recipe(recipe.Recipe):
+class Recipe(CommonRecipe):
     """Everything that decides a run."""
 
     drafter: Eagle3Config = field(default_factory=Eagle3Config)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from headstart.models import vocab
-from headstart.models.drafter import TrainableDrafter
+from headstart.models.drafter import Batch, TrainableDrafter
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
@@ -14,10 +15,12 @@ from headstart.train.loop import TrainingConfig, fit, launch
 from headstart.train.prepare import Data, DataConfig
 from headstart.train.tracking import Tracker, TrackingConfig
 
+Featurize = Callable[[Batch], Batch]
+
 
 @dataclass
-class Recipe:
-    """Everything that decides a run; each script adds `drafter`, its own drafter's config."""
+class CommonRecipe:
+    """What decides a run; each script adds `drafter`, its own drafter's config."""
 
     data: DataConfig
     training: TrainingConfig
@@ -31,12 +34,19 @@ class Recipe:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-def train(recipe: Recipe, kind: str, create: Callable[[Verifier, Data], TrainableDrafter]) -> None:
+def train(
+    recipe: CommonRecipe,
+    kind: str,
+    create: Callable[[Verifier, Data], TrainableDrafter],
+    rewrite: Callable[[Any, Featurize], Featurize] | None = None,
+) -> None:
     """Train to the end of the recipe's budget: a new drafter, a given one, or a broken-off run's.
 
     Args:
         kind: type of drafter that this script trains, as checkpoints name it.
         create: makes a new one.
+        rewrite: of a drafter and what adds the verifier's states, something that does so to texts
+            that it has changed first. Training's batches go through it, validation's do not.
     """
     training = recipe.training
     accelerator = launch(training)
@@ -68,4 +78,6 @@ def train(recipe: Recipe, kind: str, create: Callable[[Verifier, Data], Trainabl
     loader = prepare.make_loader(recipe.data, data, verifier, training, accelerator)
     featurize = prepare.make_featurizer(recipe.data, data, drafter, accelerator)
     validate = prepare.make_validation(data, drafter, featurize, training.draft_length, accelerator)
+    if rewrite is not None:
+        featurize = rewrite(drafter, featurize)
     fit(drafter, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)

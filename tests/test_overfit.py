@@ -1,0 +1,73 @@
+"""Every drafter with weights learns eight conversations by heart, and is then accepted in decoding:
+training, replay and serving see the same thing.
+
+A new drafter adds itself to `DRAFTERS`.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import tiny
+import torch
+from test_replay import assert_equal
+
+from headstart.data.collate import Featurizer, collate
+from headstart.data.render import Row
+from headstart.eval.measures import summarise
+from headstart.eval.replay import replay_rows
+from headstart.eval.speculate import generate
+from headstart.models.draft_lm import DraftLM, DraftLMConfig
+from headstart.models.drafter import Drafting, TrainableDrafter
+from headstart.models.eagle1 import Eagle1, Eagle1Config
+from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.losses import LossConfig
+from headstart.models.sampling import Sampling
+from headstart.models.trees import chain
+from headstart.models.verifier import Verifier
+
+LENGTH = 1 + 5 * 6  # of an answer: six rounds in which all is accepted, after prefill's token
+LOSS = LossConfig("hard_ce", num_steps=4, gamma=1.0)
+DRAFTERS: dict[str, Callable[[Verifier], TrainableDrafter]] = {
+    "eagle3": lambda verifier: Eagle3.create(verifier, Eagle3Config(), LOSS, torch.ones(64)),
+    "eagle1": lambda verifier: Eagle1.create(verifier, Eagle1Config("random", 0.0, 1.0), LOSS),
+    "draft_lm": lambda verifier: DraftLM.create(verifier, DraftLMConfig("layers:0,7"), LOSS),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_is_learned_by_heart_is_accepted_in_decoding(name):
+    verifier = tiny.verifier(hidden_size=64, intermediate_size=128)
+    verifier.terminator_ids = ()
+    random = torch.Generator().manual_seed(8)
+    prompts = torch.randint(3, 64, (8, 4), generator=random).tolist()
+    greedy, drafting = Sampling(), Drafting(False, Sampling())
+    decoding = {"sampling": greedy, "drafting": drafting, "max_new_tokens": LENGTH}
+    answers = generate(verifier, None, prompts, shape=None, **decoding)
+    rows = [
+        Row(prompt + answer.tokens, [0] * len(prompt) + [1] * LENGTH, str(i))
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    torch.manual_seed(0)
+    drafter = DRAFTERS[name](verifier).train()
+    featurize = Featurizer(verifier, drafter.feature_layers)
+    batch = featurize(collate(rows, 64, packed=False))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    weights = drafter.loss.step_weights() / (8 * LENGTH)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = drafter(batch, weights)
+        loss.value.backward()
+        optimizer.step()
+        totals = [loss.metrics[f"accuracy/{s}"] for s in range(4)]
+        marginal = sum(total for total, _ in totals) / sum(count for _, count in totals)
+        if marginal > 0.99:
+            break
+    assert marginal > 0.98
+    drafter.eval()
+    drafted = generate(verifier, drafter, prompts, shape=chain(4), **decoding)
+    assert [got.tokens for got in drafted] == [got.tokens for got in answers]
+    decoded = [got.counts(str(i)) for i, got in enumerate(drafted)]
+    assert summarise(decoded)["acceptance_length"]["value"] > 4.5
+    replayed = replay_rows(drafter, rows, featurize, 4, greedy, drafting, LENGTH)
+    for left, right in zip(replayed, decoded, strict=True):
+        assert_equal(left, right)
