@@ -31,11 +31,12 @@ class Typical:
     """So is one of more than delta · exp(−H), H the law's entropy in nats."""
 
     def __post_init__(self) -> None:
-        for name, usual in (("epsilon", 0.09), ("delta", 0.3)):
-            value = getattr(self, name)
+        for name in ("epsilon", "delta"):
+            value, medusas = getattr(self, name), getattr(Typical, name)
             if not 0 < value < 1:
                 raise ValueError(
-                    f"typical_{name} must be above 0 and below 1, got {value}; Medusa's is {usual}"
+                    f"typical_{name} must be above 0 and below 1, got {value}; "
+                    f"Medusa's is {medusas}"
                 )
 
 
