@@ -337,8 +337,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].set(title=f"α by position ({source})", xlabel="draft position", ylim=(0, 1))
     axes[0].set_xticks(range(1, max(e["settings"]["draft_length"] for e in runs) + 1))
     axes[1].set(title=f"τ by category ({source}, K = {runs[0]['settings']['draft_length']})")
+    axes[1].margins(y=0.12 * len(runs))  # room for the legend; without effect once a limit is set
     axes[1].set_ylim(bottom=1)
-    axes[1].margins(y=0.25)  # room for the legend
     axes[0].legend()
     axes[1].legend()
     if speed:
