@@ -4,7 +4,8 @@
 
 Replays the evaluation answers (every prompt, seconds), decodes some of the prompts for real, checks
 that the text is the verifier's own, measures the speed of the same loop with and without drafts,
-and writes report.json, report.md and acceptance.png.
+and writes report.json, report.md and acceptance.png. A run with typical acceptance, which is lossy,
+is decoded only, and called so beside each of its figures.
 """
 
 import time
@@ -19,6 +20,7 @@ from headstart.eval.losslessness import judge
 from headstart.eval.measures import Counts, summarise
 from headstart.eval.replay import rank_acceptance, replay_rows
 from headstart.eval.trial import Decoded, by_category, pick, prompt_of
+from headstart.eval.typical import Typical
 from headstart.models import loading, trees
 from headstart.models.drafter import Drafter, Drafting, TrainableDrafter, fingerprint
 from headstart.models.loading import load_pair
@@ -38,11 +40,30 @@ class RunSettings:
     top_p: float = 1.0
     drafting: str = "greedy"
     """greedy: the drafter's best token; sampled: drawn from its law at the same settings."""
+    acceptance: str = "exact"
+    """exact: the text keeps the verifier's law; typical: Medusa's rule, lossy, no replay."""
+    typical_epsilon: float = Typical.epsilon
+    """Typical acceptance keeps a draft of more than this probability, in (0, 1)."""
+    typical_delta: float = Typical.delta
+    """And one of more than this share of exp(-entropy in nats), in (0, 1)."""
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p)
         if self.drafting not in ("greedy", "sampled"):
             raise ValueError(f"drafting must be greedy or sampled, got {self.drafting!r}")
+        if self.acceptance not in ("exact", "typical"):
+            raise ValueError(f"acceptance must be exact or typical, got {self.acceptance!r}")
+        given = Typical(self.typical_epsilon, self.typical_delta)
+        if self.acceptance == "exact" and given != Typical():
+            raise ValueError(
+                f"typical_epsilon {given.epsilon:g} and typical_delta {given.delta:g} are not used "
+                "by acceptance exact; leave them out or set acceptance to typical"
+            )
+        if self.acceptance == "typical" and self.temperature == 0:
+            raise ValueError(
+                "acceptance typical equals exact at temperature 0, where only the argmax is kept; "
+                "set acceptance to exact or a temperature above 0"
+            )
 
     @property
     def law(self) -> Sampling:
@@ -51,6 +72,13 @@ class RunSettings:
     @property
     def drafts(self) -> Drafting:
         return Drafting(self.drafting == "sampled", self.law)
+
+    @property
+    def typical(self) -> Typical | None:
+        """Thresholds of typical acceptance; None for the exact rule."""
+        if self.acceptance == "exact":
+            return None
+        return Typical(self.typical_epsilon, self.typical_delta)
 
 
 @dataclass
@@ -165,8 +193,12 @@ def replayed(
     decoded: list[Decoded],
     settings: Acceptance,
 ) -> dict[str, Any] | None:
-    """Replay of every row and of the texts just decoded; None for lookups, which do not unroll."""
-    if not isinstance(drafter, TrainableDrafter):
+    """Replay of every row and of the texts just decoded.
+
+    None for lookups, which do not unroll, and for typical acceptance: replay computes how often the
+    exact rule would accept.
+    """
+    if not isinstance(drafter, TrainableDrafter) or run.typical:
         return None
     everything, seconds = timed_replay(drafter, rows, run, settings)
     again = [decoded_row(d) for d in decoded]
@@ -190,9 +222,8 @@ def measure_run(
     greedy = run.temperature == 0
     limit, size = settings.max_new_tokens, settings.batch_size
     plain: list[Shape | None] = [None] if greedy else []
-    done = trial.decode(
-        verifier, drafter, chosen, plain + shapes, run.law, run.drafts, limit, size, settings.seed
-    )
+    rules = (run.law, run.drafts, limit, size, settings.seed, run.typical)
+    done = trial.decode(verifier, drafter, chosen, plain + shapes, *rules)
     entries = []
     for shape in shapes:
         decoded = [d for d in done if d.name == shape.name]
@@ -207,6 +238,9 @@ def measure_run(
                     "top_p": run.top_p,
                     "top_k": run.top_k,
                     "drafting": "sampled" if sampled else "greedy",
+                    "acceptance": run.acceptance,
+                    "typical_epsilon": run.typical and run.typical.epsilon,
+                    "typical_delta": run.typical and run.typical.delta,
                     "batch_size": size,
                     "max_new_tokens": limit,
                     "seed": settings.seed,
@@ -235,9 +269,11 @@ def measure_speed(
     timed = pick(pick(rows, settings.decode_prompts), settings.speed_prompts)
     if not shapes or not timed:
         return []
-    drafts = (run.law, run.drafts, settings.speed_max_new_tokens, 1, settings.seed)
-    trial.decode(verifier, drafter, timed[:1], [None, *shapes], *drafts)  # warm up
-    return trial.speed(trial.decode(verifier, drafter, timed, [None, *shapes], *drafts), shapes)
+    limit = settings.speed_max_new_tokens
+    rules = (run.law, run.drafts, limit, 1, settings.seed, run.typical)
+    trial.decode(verifier, drafter, timed[:1], [None, *shapes], *rules)  # warm up
+    done = trial.decode(verifier, drafter, timed, [None, *shapes], *rules)
+    return [entry | {"acceptance": run.acceptance} for entry in trial.speed(done, shapes)]
 
 
 def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> list[Shape]:

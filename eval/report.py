@@ -108,6 +108,15 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
+def lossy(measured_with: dict[str, Any]) -> str:
+    """What the name of a figure goes on with where the text was not the verifier's in law.
+
+    Args:
+        measured_with: a run's settings, or an entry of speed.
+    """
+    return "" if measured_with["acceptance"] == "exact" else ", typical acceptance (lossy)"
+
+
 def law_title(entry: dict[str, Any]) -> str:
     s = entry["settings"]
     law = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
@@ -116,7 +125,10 @@ def law_title(entry: dict[str, Any]) -> str:
     if s["top_p"] < 1:
         law += f", top-p {s['top_p']:g}"
     drafts = "greedy drafts" if s["drafting"] == "greedy" else "sampled drafts"
-    return f"T = {s['temperature']:g} ({law}, {drafts}), chain of K = {s['draft_length']}"
+    title = f"T = {s['temperature']:g} ({law}, {drafts}), chain of K = {s['draft_length']}"
+    if s["acceptance"] == "typical":
+        title += f"{lossy(s)}, ε = {s['typical_epsilon']:g}, δ = {s['typical_delta']:g}"
+    return title
 
 
 def laws(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -132,7 +144,8 @@ def laws(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def law_table(entries: list[dict[str, Any]]) -> str:
     """One law: replay over everything by category, then decoding; the tree's figures apart."""
     chain, *trees = entries
-    header = ["measured on", "prompts", "τ acceptance length", "α acceptance rate", "efficiency"]
+    first = f"measured on{lossy(chain['settings'])}"
+    header = [first, "prompts", "τ acceptance length", "α acceptance rate", "efficiency"]
     header += ["τ tree", "efficiency tree"] * len(trees)
     rows = []
     replay = chain["replay"]
@@ -167,7 +180,8 @@ def measured(entry: dict[str, Any]) -> dict[str, Any]:
 
 def position_table(entry: dict[str, Any]) -> str:
     everything = measured(entry)
-    header = ["position", *(str(i + 1) for i in range(len(everything["conditional"])))]
+    positions = range(1, len(everything["conditional"]) + 1)
+    header = [f"position{lossy(entry['settings'])}", *map(str, positions)]
     rows = [
         [f"{name} acceptance", *map(number, everything[name])] for name in ("conditional", "joint")
     ]
@@ -176,6 +190,11 @@ def position_table(entry: dict[str, Any]) -> str:
 
 def lossless_line(entry: dict[str, Any]) -> str:
     found = entry["lossless"]
+    if entry["settings"]["acceptance"] == "typical":
+        return (
+            "NOT LOSSLESS: with typical acceptance the text is not distributed as the verifier's, "
+            "by intent."
+        )
     if found is None:
         return (
             "Above temperature 0 losslessness is a matter of distributions: the tests check it by "
@@ -190,6 +209,11 @@ def lossless_line(entry: dict[str, Any]) -> str:
 
 
 def seconds_line(entry: dict[str, Any]) -> str:
+    if entry["settings"]["acceptance"] == "typical":
+        return (
+            "Typical acceptance (lossy) has no replay, which computes what the exact rule accepts: "
+            "everything here was decoded."
+        )
     if entry["replay"] is None:
         return "Lookups have no replay: everything here was decoded."
     same = entry["replay"]["same_prompts"]["seconds"]
@@ -200,7 +224,7 @@ def seconds_line(entry: dict[str, Any]) -> str:
 
 
 def speed_table(speed: list[dict[str, Any]]) -> str:
-    header = ["drafts", "speedup [95 %]", "median", "predicted", "c", "v", "τ"]
+    header = [f"drafts{lossy(speed[0])}", "speedup [95 %]", "median", "predicted", "c", "v", "τ"]
     rows = [
         [
             speed_name(s),
@@ -220,10 +244,14 @@ def speed_name(entry: dict[str, Any]) -> str:
     return f"K = {entry['draft_length']}" if entry["shape"] == "chain" else entry["shape"]
 
 
+def speed_title(speed: list[dict[str, Any]]) -> str:
+    return f"Speed, batch 1{lossy(speed[0])}"
+
+
 def best_line(speed: list[dict[str, Any]]) -> str:
     """The best setting, and where drafting pays."""
     best = max(speed, key=lambda s: s["measured"])
-    line = f"Best: {speed_name(best)}, {best['measured']:.2f} × plain decoding"
+    line = f"Best: {speed_name(best)}{lossy(best)}, {best['measured']:.2f} × plain decoding"
     if len(best["categories"]) > 1:
         pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v >= 1.005]
         costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v < 1.005]
@@ -236,9 +264,8 @@ def law_text(entries: list[dict[str, Any]]) -> str:
     parts = [law_table(entries), position_table(chain)]
     for entry in trees:
         s = entry["settings"]
-        parts.append(
-            f"Tree {s['shape']}, {s['drafting']} drafts, by depth, of the prompts decoded:"
-        )
+        drafts = f"{s['drafting']} drafts{lossy(s)}"
+        parts.append(f"Tree {s['shape']}, {drafts}, by depth, of the prompts decoded:")
         parts.append(position_table(entry))
     for entry in entries:
         name = "" if entry is chain else f"Tree {entry['settings']['shape']}: "
@@ -252,7 +279,7 @@ def print_law(entries: list[dict[str, Any]]) -> None:
 
 def print_speed(speed: list[dict[str, Any]]) -> None:
     if speed:
-        print(f"\nSpeed, batch 1, same loop with and without drafts, interleaved\n\n"
+        print(f"\n{speed_title(speed)}, same loop with and without drafts, interleaved\n\n"
               f"{speed_table(speed)}\n\n{best_line(speed)}", flush=True)  # fmt: skip
 
 
@@ -266,7 +293,8 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
     for entries in laws(result["runs"]):
         parts += [f"## {law_title(entries[0])}", law_text(entries)]
     if result["speed"]:
-        parts += ["## Speed, batch 1", speed_table(result["speed"]), best_line(result["speed"])]
+        title = f"## {speed_title(result['speed'])}"
+        parts += [title, speed_table(result["speed"]), best_line(result["speed"])]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     parts += [
         "## Where this comes from",
@@ -291,6 +319,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         everything, shape = measured(entry), entry["settings"]["shape"]
         label = f"T = {entry['settings']['temperature']:g}"
         label += "" if shape == "chain" else f", {shape.partition(':')[0]} tree"
+        label += lossy(entry["settings"])
         places = range(1, len(everything["conditional"]) + 1)
         axes[0].plot(places, everything["conditional"], "o-", label=label)
         categories = everything.get("categories", entry["categories"])
@@ -303,12 +332,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         at = [k + i * shift for k in range(len(named))]
         axes[1].bar(at, values, shift, yerr=[below, above], capsize=2, label=label)
         axes[1].set_xticks(range(len(named)), [n for n, _ in named], rotation=40, ha="right")
-    source = "decoding" if runs[0]["replay"] is None else "chains by replay"
+    exact = "" if all(entry["settings"]["acceptance"] == "exact" for entry in runs) else "exact "
+    source = f"{exact}chains by replay" if any(entry["replay"] for entry in runs) else "decoding"
     axes[0].set(title=f"α by position ({source})", xlabel="draft position", ylim=(0, 1))
     axes[0].set_xticks(range(1, max(e["settings"]["draft_length"] for e in runs) + 1))
     axes[1].set(title=f"τ by category ({source}, K = {runs[0]['settings']['draft_length']})")
+    axes[1].margins(y=0.12 * len(runs))  # room for the legend; without effect once a limit is set
     axes[1].set_ylim(bottom=1)
-    axes[1].margins(y=0.25)  # room for the legend
     axes[0].legend()
     axes[1].legend()
     if speed:
@@ -336,7 +366,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes[2].axhline(1, color="grey", linewidth=0.8)
         axes[2].set(title="speedup, batch 1 (measured)")
         axes[2].margins(y=0.25)
-        axes[2].legend(ncols=len(speed))
+        axes[2].legend(ncols=len(speed), title=lossy(speed[0]).removeprefix(", ") or None)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -3,7 +3,8 @@
 Every round the drafter proposes a tree of tokens after the pending one, the verifier looks at all
 of its nodes in one pass, and a path of them is kept, chosen so that the output is distributed
 exactly as the verifier's own (Leviathan et al. 2023; Chen et al. 2023). At temperature 0 that
-means: equal. Without a drafter the same loop is plain decoding.
+means: equal. Without a drafter the same loop is plain decoding. Lossy on request only: with
+`acceptance=Typical(…)`.
 
 Names: q is the verifier's law, p the drafter's (Leviathan et al. write them the other way round).
 Legend: B rows, N nodes of a round's proposal, D its depth, V verifier's vocabulary, V' the
@@ -25,6 +26,7 @@ from headstart.eval.rejection import (
     verify,
     verify_greedy,
 )
+from headstart.eval.typical import Typical, verify_typical
 from headstart.models.cache import HOLE
 from headstart.models.drafter import Drafter, Drafting, Proposal, check_depth
 from headstart.models.sampling import RowRandom, Sampling, draw, residual
@@ -103,6 +105,7 @@ def generate(
     seed: int = 0,
     row_ids: list[int] | None = None,
     timer: Timer | None = None,
+    acceptance: Typical | None = None,
 ) -> list[Generated]:
     """Continue each prompt until a terminator or `max_new_tokens`, as one batch.
 
@@ -114,6 +117,8 @@ def generate(
         seed, row_ids: a row's draws depend on (seed, its row id) alone, not on its batch. Ids are
             0, 1, … when not given.
         timer: gets the seconds of each part.
+        acceptance: None is the exact rule. Typical acceptance is lossy: above temperature 0 the
+            text is not distributed as the verifier's.
 
     Raises:
         ValueError: `max_new_tokens` below 1, an empty prompt, or one that with its answer is longer
@@ -206,7 +211,11 @@ def generate(
             verdict = verify_greedy(judged.argmax(-1), drafts, depth)
         else:
             uniform = random.uniform(shape.size + 1 if drafter else 1).to(device)
-            verdict = verify(sampling.probs(judged), drafts, uniform, depth)
+            q = sampling.probs(judged)
+            if acceptance is None or drafter is None:
+                verdict = verify(q, drafts, uniform, depth)
+            else:
+                verdict = verify_typical(q, drafts, uniform, depth, acceptance)
         path, accepted, token = verdict
         if drafter is not None:
             drafter.observe(state, proposal, logits)

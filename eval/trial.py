@@ -10,6 +10,7 @@ from headstart.data.render import Row
 from headstart.eval.measures import Counts, summarise
 from headstart.eval.speculate import Generated, Timer, generate
 from headstart.eval.speedup import predicted_speedup
+from headstart.eval.typical import Typical
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Dynamic, Shape
@@ -73,8 +74,13 @@ def decode(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
+    acceptance: Typical | None = None,
 ) -> list[Decoded]:
-    """Decode every batch of rows with each of `shapes` in turn (interleaved, for fair timing)."""
+    """Decode every batch of rows with each of `shapes` in turn (interleaved, for fair timing).
+
+    Args:
+        acceptance: None is the exact rule; typical acceptance is lossy.
+    """
     done = []
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
@@ -92,6 +98,7 @@ def decode(
                 seed=seed,
                 row_ids=list(range(start, start + len(part))),
                 timer=timer,
+                acceptance=acceptance,
             )
             seconds = time.monotonic() - began
             done += [

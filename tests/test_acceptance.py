@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ def test_the_report_has_the_keys_of_its_schema(written):
             "settings", "overall", "categories", "lossless", "replay", "decoding_seconds",
         }  # fmt: skip
         assert set(entry["settings"]) == {
-            "draft_length", "shape", "temperature", "top_p", "top_k", "drafting", "batch_size",
-            "max_new_tokens", "seed", "dtype", "device", "data",
+            "draft_length", "shape", "temperature", "top_p", "top_k", "drafting", "acceptance",
+            "typical_epsilon", "typical_delta", "batch_size", "max_new_tokens", "seed", "dtype",
+            "device", "data",
         }  # fmt: skip
         assert set(entry["overall"]) == M
         assert all(set(measures) == M for measures in entry["categories"].values())
@@ -111,7 +113,7 @@ def test_the_report_has_the_keys_of_its_schema(written):
     for entry in result["speed"]:
         assert set(entry) == {
             "draft_length", "shape", "measured", "low", "high", "median", "predicted", "cost_ratio",
-            "verify_overhead", "acceptance_length", "categories",
+            "verify_overhead", "acceptance_length", "categories", "acceptance",
         }  # fmt: skip
     assert set(result["provenance"]) == {
         "command", "commit", "versions", "recipe", "time", "seconds",
@@ -245,6 +247,79 @@ def test_a_model_of_the_users_drafts(workplace, tmp_path):
     assert result["drafter"]["type"] == "draft_lm" and result["drafter"]["parameters"] > 1000
 
 
+# ---- typical acceptance ------------------------------------------------------------------------
+
+
+LOSSY = "typical acceptance (lossy)"
+MARKED = ("| measured on", "| position", "| drafts", "Best:", "Speed, batch 1", "T = 1 (", "Tree ")
+
+
+@pytest.fixture(scope="module")
+def lossy_report(workplace, tmp_path_factory) -> tuple[dict[str, Any], str]:
+    """With the exact rule and with typical acceptance, the latter first; with a tree."""
+    exact = RunSettings(str(workplace / "t1.jsonl"), temperature=1.0, drafting="sampled")
+    typical = replace(exact, acceptance="typical", typical_epsilon=0.02, typical_delta=0.2)
+    out = tmp_path_factory.mktemp("lossy")
+    return report_of(workplace, out, runs=[typical, exact], tree="static:2x2")
+
+
+def test_every_figure_measured_with_typical_acceptance_says_lossy(lossy_report):
+    result, text = lossy_report
+    rules = [entry["settings"]["acceptance"] for entry in result["runs"]]
+    assert rules == ["typical", "typical", "exact", "exact"]
+    assert {entry["acceptance"] for entry in result["speed"]} == {"typical"}
+    settings = [entry["settings"] for entry in result["runs"]]
+    assert (settings[0]["typical_epsilon"], settings[0]["typical_delta"]) == (0.02, 0.2)
+    assert settings[2]["typical_epsilon"] is settings[2]["typical_delta"] is None
+    _, first, second, speed, _ = text.split("\n## ")
+    title = "T = 1 (temperature 1, sampled drafts), chain of K = 3, typical acceptance (lossy)"
+    assert first.startswith(f"{title}, ε = 0.02, δ = 0.2\n")
+    for part in (first, speed):
+        lines = [line for line in part.splitlines() if line.startswith(MARKED)]
+        assert len(lines) >= 3
+        # a tree's last line is its verdict
+        assert all(LOSSY in line or "NOT LOSSLESS" in line for line in lines)
+    assert LOSSY not in second
+
+
+def test_typical_acceptance_is_never_called_lossless_and_has_no_replay(lossy_report):
+    result, text = lossy_report
+    assert [entry["replay"] is None for entry in result["runs"]] == [True, True, False, True]
+    assert result["runs"][0]["lossless"] is None
+    _, first, second, _, _ = text.split("\n## ")
+    said = (
+        "NOT LOSSLESS: with typical acceptance the text is not distributed as the verifier's, "
+        "by intent."
+    )
+    assert f"\n{said}\n" in first and f"\nTree static:2x2: {said}\n" in first
+    assert "Typical acceptance (lossy) has no replay, which computes what the exact rule" in first
+    assert "replay, all" not in first and "replay, all" in second
+    assert "NOT LOSSLESS" not in second and "has no replay" not in second
+
+
+def test_typical_acceptance_accepts_by_its_thresholds(workplace, tmp_path):
+    """With tiny ones every draft is kept, where the exact rule rejects most."""
+    run = RunSettings(str(workplace / "t1.jsonl"), temperature=1.0, acceptance="typical",
+                      typical_epsilon=1e-30, typical_delta=1e-30)  # fmt: skip
+    result, _ = report_of(workplace, tmp_path, runs=[run])
+    assert result["runs"][0]["overall"]["acceptance_rate"]["value"] == 1.0
+    assert all(entry["acceptance_length"] > 1.5 for entry in result["speed"])
+
+
+def test_labels_of_the_picture_say_lossy(lossy_report, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    report.plot(lossy_report[0], tmp_path / "a.png")
+    first, second, third = figures[0].axes
+    for axes in (first, second):
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert [LOSSY in label for label in labels] == [True, True, False, False]
+        assert "exact chains by replay" in axes.get_title()
+    assert third.get_legend().get_title().get_text() == LOSSY
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 
@@ -314,6 +389,20 @@ def test_bad_input_is_refused_in_one_line(case, workplace, monkeypatch, capsys):
         ({"temperature": -1}, "temperature must be 0 (greedy) or a positive number, got -1"),
         ({"top_p": 0}, "top_p must be in (0, 1]"),
         ({"drafting": "wild"}, "drafting must be greedy or sampled, got 'wild'"),
+        ({"acceptance": "lax"}, "acceptance must be exact or typical, got 'lax'"),
+        (
+            {"acceptance": "typical"},
+            "acceptance typical equals exact at temperature 0, where only the argmax is kept; set "
+            "acceptance to exact or a temperature above 0",
+        ),
+        (
+            {"acceptance": "typical", "temperature": 1, "typical_epsilon": 1.5},
+            "typical_epsilon must be above 0 and below 1, got 1.5",
+        ),
+        (
+            {"typical_delta": 0.5},
+            "typical_epsilon 0.09 and typical_delta 0.5 are not used by acceptance exact; leave",
+        ),
         ({"temperature": 1}, "was answered at temperature 0.0, the run has 1.0"),
     ],
 )
@@ -398,6 +487,7 @@ def test_one_timed_prompt_has_no_interval():
     row = {
         "draft_length": 1,
         "shape": "chain",
+        "acceptance": "exact",
         "categories": {},
         "measured": 1.2,
         "low": None,

@@ -2,13 +2,15 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 from tiny import verifier
 
-from headstart.eval import losslessness, rejection, speculate
+from headstart.eval import losslessness, rejection, speculate, trial
 from headstart.eval.losslessness import Losslessness, chi_square, compare, together
+from headstart.eval.typical import Typical
 
 
 def test_chi_square_is_pearsons():
@@ -128,6 +130,20 @@ def test_a_pair_with_a_wrong_rule_is_called_not_lossless(tree, pair, monkeypatch
     monkeypatch.setattr(rejection, "accepts", lambda u, q, p: torch.ones_like(u, dtype=torch.bool))
     assert not losslessness.run(settings_of(pair, tree=tree))
     assert "NOT LOSSLESS: chain:4 at T = 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tree", [None, "static:2x2"])
+def test_typical_acceptance_is_called_not_lossless(tree, pair, monkeypatch, capsys):
+    right = trial.decode
+    monkeypatch.setattr(trial, "decode", lambda *given: right(*given, acceptance=Typical()))
+    assert not losslessness.run(settings_of(pair, tree=tree))
+    said = capsys.readouterr().out
+    assert "NOT LOSSLESS: chain:4 at T = 1" in said  # and equal at T = 0
+    assert said.count("| 4       | 4     | 0   | 0         |") == 1 + (tree is not None)
+
+
+def test_a_lossy_rule_cannot_be_asked_for():
+    assert not [f.name for f in fields(Losslessness) if "acceptance" in f.name]
 
 
 def test_too_few_samples_are_no_evidence(pair, capsys):

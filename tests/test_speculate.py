@@ -12,6 +12,7 @@ from headstart.eval import rejection
 from headstart.eval.losslessness import chi_square
 from headstart.eval.measures import summarise
 from headstart.eval.speculate import Timer, generate
+from headstart.eval.typical import Typical
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Drafter, Drafting, Proposal
 from headstart.models.growth import grow
@@ -301,7 +302,9 @@ def exact_law(model, sampling: Sampling) -> torch.Tensor:
     return law
 
 
-def loop_p_value(sampling, drafting, shape=THREE, vocabulary=None, law_of=None) -> float:
+def loop_p_value(
+    sampling, drafting, shape=THREE, vocabulary=None, law_of=None, acceptance=None
+) -> float:
     """Chi-square of the first three tokens of 20,000 rows through the real loop."""
     model = small()
     law = exact_law(model, law_of or sampling)
@@ -317,6 +320,7 @@ def loop_p_value(sampling, drafting, shape=THREE, vocabulary=None, law_of=None) 
         drafting=drafting,
         max_new_tokens=4,
         seed=1,
+        acceptance=acceptance,
     )
     texts = torch.full((ROWS, 3), WIDTH)
     for row, got in enumerate(batch):
@@ -396,6 +400,17 @@ def test_a_verifier_whose_temperature_is_ignored_is_seen_through_the_loop():
     # verification at temperature 1 where 0.8 was asked for
     _, drafting = LOOPS["sampled hotter"]
     assert loop_p_value(Sampling(1.0), drafting, law_of=Sampling(0.8)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "case", ["sampled", "greedy drafts", "sampled tree at 0.7", "dynamic tree at 1.3"]
+)
+def test_typical_acceptance_is_seen_to_be_lossy_through_the_loop(case):
+    assert loop_p_value(*LOOPS[case], acceptance=Typical()) < 1e-6
+
+
+def test_without_drafts_typical_acceptance_has_nothing_to_lose():
+    assert loop_p_value(*LOOPS["no drafter"], acceptance=Typical()) > 0.001
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
