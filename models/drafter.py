@@ -72,7 +72,7 @@ def supervised(batch: Batch, step: int) -> Tensor:
     """Which (t, step) are trained and measured: bool [B, T].
 
     True where x_{t+1} … x_{t+2+step} lie in one assistant turn and x_t in the same document: the
-    pairs that serving can reach.
+    pairs that serving can reach. Step -1 is the verifier's own: x_{t+1} of an answer.
     """
     turns, documents = batch["loss_mask"], batch["document_ids"]
     reach = step + 2
@@ -161,12 +161,25 @@ class TrainableDrafter(Drafter, nn.Module):
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         """Of hidden states of one step (any, with `one_head`): [..., H'] -> [..., V']."""
 
+    def loss_steps(self) -> range:
+        """Steps that the loss has terms for, 0 … S-1. A model whose verifier is trained too begins
+        at -1: the verifier's own prediction of x_{t+1}."""
+        return range(self.loss.num_steps)
+
+    def loss_weights(self, progress: float) -> Tensor:
+        """Of each of `loss_steps`, at this share (0 … 1) of the run."""
+        return self.loss.step_weights()
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What is trained: `params`, and `scale`, their share of the learning rate."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad], "scale": 1.0}]
+
     def forward(self, batch: Batch, weights: Tensor) -> Loss:
         """The batch's share of the optimizer step's loss.
 
         Args:
-            weights: [S]; step s counts `weights[s]` × the sum over its supervised slots. The
-                caller has divided by the slots of the whole optimizer step.
+            weights: one for each of `loss_steps`; it counts that × the sum over its supervised
+                slots. The caller has divided by the slots of the whole optimizer step.
         """
         hidden = list(self.unroll(batch, len(weights)))
         return losses.unrolled_loss(self, batch, hidden, weights)

@@ -17,7 +17,7 @@ from headstart.eval.speculate import generate
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, fingerprint
 from headstart.models.eagle3 import Eagle3, Eagle3Config, check_layers
-from headstart.models.feature_drafter import State
+from headstart.models.feature_drafter import FeatureDrafter, State
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
@@ -57,7 +57,7 @@ def texts(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(drafter: Eagle3, ids: Tensor) -> Batch:
+def batch_of(drafter: FeatureDrafter, ids: Tensor) -> Batch:
     """One document a row, all of it answer."""
     states = drafter.verifier.states(ids, drafter.feature_layers)
     shape = ids.shape
@@ -233,9 +233,11 @@ def test_bfloat16_autocast_is_close_to_float32(packed):
 class Serving:
     """Ragged texts taken in by `advance` round by round, each row another number of slots."""
 
-    def __init__(self, drafter: Eagle3, ids: Tensor):
+    def __init__(self, drafter: FeatureDrafter, ids: Tensor):
         self.drafter, self.ids = drafter, ids
-        self.states = drafter.verifier.states(ids, drafter.feature_layers)
+        states = drafter.verifier.states(ids, drafter.feature_layers)
+        none = states.last_hidden.new_zeros(*ids.shape, 0)
+        self.states = States(none if states.features is None else states.features, states[1])
         self.slots = [0] * len(ids)
         self.state = drafter.start(ids[:, 0])
 
@@ -243,11 +245,12 @@ class Serving:
         width = max(lengths)
         tokens = torch.full((len(self.ids), width), 63)
         features = torch.full((len(self.ids), width, self.states.features.shape[-1]), 9.0)
-        hidden = torch.zeros(len(self.ids), width, 32)
+        hidden = torch.full((len(self.ids), width, 32), 9.0)
         for row, length in enumerate(lengths):
             begin = self.slots[row]
             tokens[row, :length] = self.ids[row, begin + 1 : begin + 1 + length]
             features[row, :length] = self.states.features[row, begin : begin + length]
+            hidden[row, :length] = self.states.last_hidden[row, begin : begin + length]
             self.slots[row] += length
         states = States(features, hidden)
         self.drafter.advance(self.state, tokens, torch.tensor(lengths), states)
@@ -256,14 +259,21 @@ class Serving:
         random = RowRandom(seed, list(range(len(self.ids))))
         return self.drafter.propose(self.state, chain(draft_length), drafting, random)
 
+    def known(self, row: int, ids: Tensor) -> Batch:
+        """A text whose states are known only as far as the row has been taken in."""
+        batch, slots = batch_of(self.drafter, ids[None]), self.slots[row]
+        for name in ("features", "last_hidden"):
+            if batch[name] is not None:
+                batch[name][0, :slots] = getattr(self.states, name)[row, :slots]
+                batch[name][0, slots:] = 5.0
+        return batch
+
     def check(self, proposal: Proposal) -> None:
         """Log-probabilities of the chain equal the unroll over the text with the drafts in it."""
         for row, slots in enumerate(self.slots):
             drafts = proposal.tokens[row]
             known = self.ids[row, : slots + 1]
-            batch = batch_of(self.drafter, torch.cat([known, drafts])[None])
-            batch["features"][0, :slots] = self.states.features[row, :slots]
-            batch["features"][0, slots:] = 5.0  # not known yet
+            batch = self.known(row, torch.cat([known, drafts]))
             for s, hidden in enumerate(self.drafter.unroll(batch, len(drafts))):
                 expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
                 close(proposal.log_probs[row, s], expected)
@@ -280,9 +290,7 @@ class Serving:
                     above = int(proposal.parents[row, above])
                 known = self.ids[row, : slots + 1]
                 path.append(0)  # room for the token it predicts
-                batch = batch_of(self.drafter, torch.cat([known, torch.tensor(path)])[None])
-                batch["features"][0, :slots] = self.states.features[row, :slots]
-                batch["features"][0, slots:] = 5.0  # not known yet
+                batch = self.known(row, torch.cat([known, torch.tensor(path)]))
                 *_, hidden = self.drafter.unroll(batch, len(path))
                 expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
                 close(proposal.log_probs[row, node], expected)

@@ -148,12 +148,12 @@ def rate(settings: TrainingConfig, fraction: float) -> float:
     return settings.learning_rate * (settings.floor + (1 - settings.floor) * cosine)
 
 
-def count(batches: list[Batch], num_steps: int) -> Tensor:
+def count(batches: list[Batch], steps: range) -> Tensor:
     """Supervised slots of each step over some batches, then their tokens: long [S + 1]."""
-    counts = torch.zeros(num_steps + 1, dtype=torch.long)
+    counts = torch.zeros(len(steps) + 1, dtype=torch.long)
     for batch in batches:
-        for step in range(num_steps):
-            counts[step] += supervised(batch, step).sum().cpu()
+        for number, step in enumerate(steps):
+            counts[number] += supervised(batch, step).sum().cpu()
         counts[-1] += (batch["document_ids"] >= 0).sum().cpu()
     return counts
 
@@ -229,11 +229,12 @@ def fit(
         ValueError: the loss or its gradient is not finite, or a checkpoint cannot be written.
     """
     check(settings)
-    world, device, num_steps = accelerator.num_processes, accelerator.device, drafter.loss.num_steps
-    share = drafter.loss.step_weights().double()
-    trained = [p for p in drafter.parameters() if p.requires_grad]
+    world, device, steps = accelerator.num_processes, accelerator.device, drafter.loss_steps()
+    groups = drafter.parameter_groups()
+    trained = [parameter for group in groups for parameter in group["params"]]
+    scales = [group["scale"] for group in groups]
     optimizer = torch.optim.AdamW(
-        trained,
+        [{"params": group["params"]} for group in groups],
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=settings.weight_decay,
@@ -282,16 +283,17 @@ def fit(
             started = time.perf_counter()
             group = list(itertools.islice(batches, settings.accumulation))
             flags = torch.tensor([stop.received])
-            counts = torch.cat([count(group, num_steps), flags.long()])
+            counts = torch.cat([count(group, steps), flags.long()])
             counts = accelerator.reduce(counts.to(device), "sum").cpu()
             stopped = counts[-1].item() > 0  # some rank was told to stop: all end with this step
             step, tokens = step + 1, tokens + counts[-2].item()
             fraction = step / total_steps if total_steps else tokens / settings.max_tokens
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = rate(settings, fraction)
+            for parameters, scale in zip(optimizer.param_groups, scales, strict=True):
+                parameters["lr"] = scale * rate(settings, fraction)
 
             # Gradients are summed over micro-batches and averaged over ranks.
-            slots = counts[:num_steps]
+            slots = counts[: len(steps)]
+            share = drafter.loss_weights(min(fraction, 1.0)).double()
             weights = torch.where(slots > 0, share * world / slots.clamp(min=1), 0.0)
             weights = weights.to(device, torch.float32)
             value = torch.zeros((), device=device)
