@@ -14,10 +14,15 @@ from headstart.models.lookup import (
     PromptLookupConfig,
 )
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa
 from headstart.models.verifier import Verifier
 from headstart.script import options
 
-CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "draft_lm": DraftLM}
+CLASSES: dict[str, type[TrainableDrafter]] = {
+    "eagle3": Eagle3,
+    "draft_lm": DraftLM,
+    "medusa": Medusa,
+}
 LOOKUPS = {
     "prompt-lookup": (PromptLookup, PromptLookupConfig),
     "lookahead": (Lookahead, LookaheadConfig),

@@ -18,8 +18,10 @@ from headstart.eval.trial import pick, prompt_of
 from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.heads import HeadsConfig, HeadsDrafter
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Dynamic, cartesian, chain
 from headstart.models.verifier import Verifier
@@ -46,9 +48,26 @@ def half(verifier: Verifier) -> DraftLM:
     return DraftLM(cut(verifier, tuple(range(verifier.num_layers - 1))), verifier, LossConfig())
 
 
+def heads(
+    kind: type[HeadsDrafter], verifier: Verifier, shared: bool, vocab: int | None = 48
+) -> HeadsDrafter:
+    """Four heads; their answers are mostly wrong, as their weights are random."""
+    torch.manual_seed(1)
+    config = HeadsConfig(num_layers=2, shared_projection=shared, draft_vocab_size=vocab)
+    drafter = kind.create(
+        verifier, config, LossConfig(num_steps=4), torch.arange(verifier.vocab_size)
+    )
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.5 / weight.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "eagle3": eagle3,
     "draft_lm": half,
+    "medusa": lambda verifier: heads(Medusa, verifier, shared=False),
+    "medusa, shared projection": lambda verifier: heads(Medusa, verifier, shared=True),
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
 }
@@ -80,6 +99,13 @@ def test_greedy_output_is_the_verifiers(family, name, shape):
 
 
 EMBEDDED: list[Verifier] = []
+FOR_EMBEDDED = DRAFTERS | {  # with its whole vocabulary
+    "eagle3": lambda verifier: Eagle3.create(
+        verifier, Eagle3Config(), LossConfig(), torch.arange(verifier.vocab_size)
+    ),
+    "medusa": lambda verifier: heads(Medusa, verifier, shared=False, vocab=4096),
+    "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, vocab=None),
+}
 
 
 @pytest.mark.slow
@@ -93,9 +119,7 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
     file = "data/smollm2/eval.jsonl"
     rows, _ = render_all(file, model.tokenizer, model.terminator_ids, 1024)
     prompts = [prompt_of(row) for row in pick(rows, 4)]
-    drafter = DRAFTERS[name](model) if name != "eagle3" else Eagle3.create(
-        model, Eagle3Config(), LossConfig(), torch.arange(model.vocab_size)
-    )  # fmt: skip
+    drafter = FOR_EMBEDDED[name](model)
     settings = {"sampling": Sampling(), "drafting": GREEDY, "max_new_tokens": 24}
     batch = generate(model, drafter, prompts, shape=SHAPES[shape], **settings)
     for prompt, got in zip(prompts, batch, strict=True):
@@ -105,7 +129,7 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
             assert compare(model, prompt, expected.tokens, text) != "different"
 
 
-@pytest.mark.parametrize("name", ["eagle3", "draft_lm"])
+@pytest.mark.parametrize("name", ["eagle3", "draft_lm", "medusa", "medusa, shared projection"])
 @pytest.mark.parametrize("shape", ["chain", "static"])
 def test_a_sampled_text_does_not_depend_on_its_batch(name, shape):
     model = tiny_verifier(num_hidden_layers=4)
