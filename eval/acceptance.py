@@ -22,7 +22,13 @@ from headstart.eval.replay import rank_acceptance, replay_rows
 from headstart.eval.trial import Decoded, by_category, pick, prompt_of
 from headstart.eval.typical import Typical
 from headstart.models import loading, trees
-from headstart.models.drafter import Drafter, Drafting, TrainableDrafter, fingerprint
+from headstart.models.drafter import (
+    Drafter,
+    Drafting,
+    TrainableDrafter,
+    check_depth,
+    fingerprint,
+)
 from headstart.models.loading import load_pair
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Shape
@@ -293,8 +299,20 @@ def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> li
             "without decoding; pass a dynamic or static tree"
         )
     featurize = Featurizer(drafter.verifier, drafter.feature_layers, alone=False)
-    by_rank = rank_acceptance(drafter, rows[0], featurize, *trees.OPTIMAL_BOUNDS)
+    depth, ranks = trees.OPTIMAL_BOUNDS
+    if drafter.max_depth is not None:
+        depth = min(depth, drafter.max_depth)
+    by_rank = rank_acceptance(drafter, rows[0], featurize, depth, ranks)
     return [trees.optimal(budget, by_rank)]
+
+
+def check_depths(drafter: Drafter, settings: Acceptance) -> None:
+    """Raise a ValueError for drafts deeper than the drafter's, before anything is measured."""
+    check_depth(drafter, settings.draft_length, "draft_length")
+    for length in settings.speed_draft_lengths:
+        check_depth(drafter, length, "speed_draft_lengths")
+    if settings.tree is not None and trees.optimal_budget(settings.tree) is None:
+        check_depth(drafter, trees.parse(settings.tree).depth, "the depth of the tree")
 
 
 def run(settings: Acceptance) -> None:
@@ -307,6 +325,7 @@ def run(settings: Acceptance) -> None:
         settings.device,
         settings.allow_verifier,
     )
+    check_depths(drafter, settings)
     trainable = isinstance(drafter, TrainableDrafter)
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
     tree = tree_of(drafter, settings, rows)

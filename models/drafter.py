@@ -184,12 +184,16 @@ class TrainableDrafter(Drafter, nn.Module):
         hidden = list(self.unroll(batch, len(weights)))
         return losses.unrolled_loss(self, batch, hidden, weights)
 
+    def file_tensors(self) -> dict[str, Tensor]:
+        """What `save` writes: the drafter's own tensors, and what else the engine needs in them."""
+        return self.state_dict()
+
     def save(self, folder: Path) -> None:
         """`config.json` and `model.safetensors`, as vLLM loads them."""
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config.to_dict() | {"torch_dtype": "float32"}  # its name before dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.file_tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -235,7 +239,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
 
 
 def load_weights(drafter: TrainableDrafter, folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -247,10 +251,11 @@ def load_weights(drafter: TrainableDrafter, folder: Path, tensors: dict[str, Ten
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
 
 
-def _unreadable(folder: Path, error: Exception) -> ValueError:
+def unreadable(folder: Path, error: Exception | str) -> ValueError:
+    """The error for weights that do not go with their config."""
     return ValueError(
         f"drafter {str(folder)!r}: model.safetensors cannot be read or is not that of its "
         f"config.json: {' '.join(str(error).split())}; use another checkpoint"

@@ -15,12 +15,14 @@ from headstart.models.lookup import (
     PromptLookupConfig,
 )
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa
 from headstart.models.verifier import Verifier
 from headstart.script import options
 
 CLASSES: dict[str, type[TrainableDrafter]] = {
     "eagle3": Eagle3,
     "eagle1": Eagle1,
+    "medusa": Medusa,
     "draft_lm": DraftLM,
 }
 LOOKUPS = {

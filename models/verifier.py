@@ -254,12 +254,16 @@ class Verifier:
         With `ids [V']`, only of these tokens: `[..., V']`.
         """
         if ids is None:
-            logits = self.head(last_hidden)
-        else:
-            bias = self.head.bias
-            logits = functional.linear(
-                last_hidden, self.head.weight[ids], None if bias is None else bias[ids]
-            )
+            return self.scaled(self.head(last_hidden))
+        return self.scaled(functional.linear(last_hidden, *self.head_rows(ids)))
+
+    def head_rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight `[V', H]` and bias `[V']`, if any, of the head for these tokens: a copy."""
+        bias = self.head.bias
+        return self.head.weight[ids], None if bias is None else bias[ids]
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the model does to its head's output: scaling and capping."""
         config = self.config
         if getattr(config, "logits_scaling", None):  # Granite divides
             logits = logits / config.logits_scaling

@@ -17,6 +17,7 @@ from headstart.eval.acceptance import Acceptance, RunSettings
 from headstart.eval.trial import pick
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.verifier import Verifier
 from headstart.script import run_script
 
@@ -318,6 +319,44 @@ def test_labels_of_the_picture_say_lossy(lossy_report, tmp_path, monkeypatch):
         assert [LOSSY in label for label in labels] == [True, True, False, False]
         assert "exact chains by replay" in axes.get_title()
     assert third.get_legend().get_title().get_text() == LOSSY
+
+
+# ---- drafters of a few heads -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_heads(workplace) -> str:
+    verifier = Verifier.load(str(workplace / "verifier"))
+    torch.manual_seed(0)
+    drafter = Medusa.create(verifier, MedusaConfig(), LossConfig(num_steps=2), torch.ones(64))
+    drafter.save(workplace / "medusa")
+    return str(workplace / "medusa")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "draft_length is 4, but this drafter makes 2 drafts in a row at most; pass 2 or less"),
+        (["--draft_length=2"], "speed_draft_lengths is 4, but"),
+        (["--tree=dynamic"], "the depth of the tree is 5, but"),
+    ],
+)
+def test_more_drafts_than_heads_are_refused_before_anything_is_measured(
+    arguments, message, two_heads, workplace, monkeypatch, capsys
+):
+    monkeypatch.setattr(acceptance, "read_rows", None)
+    if arguments == ["--tree=dynamic"]:
+        arguments = [*arguments, "--draft_length=2", "--speed_draft_lengths=[1]"]
+    arguments = [f"--drafter={two_heads}", *arguments]
+    assert message in error_of(workplace, monkeypatch, capsys, *arguments)
+
+
+def test_an_optimal_tree_is_no_deeper_than_the_heads(two_heads, workplace, tmp_path):
+    changes = {"drafter": two_heads, "tree": "optimal:30", "speed_prompts": 1, "draft_length": 2}
+    result, _ = report_of(workplace, tmp_path / "report", speed_draft_lengths=(2,), **changes)
+    (tree, *_) = (r for r in result["runs"] if r["settings"]["shape"] == "optimal:30")
+    assert 1 <= tree["settings"]["draft_length"] <= 2
+    assert result["drafter"]["type"] == "medusa"
 
 
 # ---- bad input ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A new drafter adds itself to `DRAFTERS`.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.heads import HeadsConfig, HeadsDrafter
+from headstart.models.loading import LOOKUPS
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Dynamic, cartesian, chain
 from headstart.models.verifier import Verifier
@@ -57,20 +61,38 @@ def half(verifier: Verifier) -> DraftLM:
     return DraftLM(cut(verifier, tuple(range(verifier.num_layers - 1))), verifier, LossConfig())
 
 
+def heads(
+    kind: type[HeadsDrafter], verifier: Verifier, shared: bool, vocab: int | None = 48
+) -> HeadsDrafter:
+    """Four heads; their answers are mostly wrong, as their weights are random."""
+    torch.manual_seed(1)
+    config = HeadsConfig(num_layers=2, shared_projection=shared, draft_vocab_size=vocab)
+    drafter = kind.create(
+        verifier, config, LossConfig(num_steps=4), torch.arange(verifier.vocab_size)
+    )
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.5 / weight.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "eagle3": eagle3,
     "eagle1": eagle1,
     "draft_lm": half,
+    "medusa": lambda verifier: heads(Medusa, verifier, shared=False),
+    "medusa, shared projection": lambda verifier: heads(Medusa, verifier, shared=True),
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_greedy_output_is_the_verifiers(family, name, shape):
-    """Alone and in a ragged batch, one prompt of which has one token; several terminators."""
+TRAINABLE = [name for name in DRAFTERS if name not in LOOKUPS]
+
+
+@cache
+def answered(family: str) -> tuple[Verifier, list[list[int]]]:
+    """A verifier with several terminators, and its answers to `PROMPTS`."""
     model = endless(family)
     answers = [plain(model, prompt, 24) for prompt in PROMPTS]
     model.terminator_ids = tuple({answers[0][9], answers[1][17], answers[2][5]})
@@ -78,6 +100,15 @@ def test_greedy_output_is_the_verifiers(family, name, shape):
     for answer in answers:
         stop = next((i for i, t in enumerate(answer) if t in model.terminator_ids), len(answer))
         expected.append(answer[: stop + 1])
+    return model, expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_greedy_output_is_the_verifiers(family, name, shape):
+    """Alone and in a ragged batch, one prompt of which has one token; several terminators."""
+    model, expected = answered(family)
     drafter = DRAFTERS[name](model)
     settings = {
         "shape": SHAPES[shape], "sampling": Sampling(), "drafting": GREEDY, "max_new_tokens": 24,
@@ -92,6 +123,14 @@ def test_greedy_output_is_the_verifiers(family, name, shape):
 
 
 EMBEDDED: list[Verifier] = []
+FOR_EMBEDDED = DRAFTERS | {  # with its whole vocabulary
+    "eagle3": lambda verifier: Eagle3.create(
+        verifier, Eagle3Config(), LossConfig(), torch.arange(verifier.vocab_size)
+    ),
+    "eagle1": lambda verifier: Eagle1.create(verifier, Eagle1Config(), LossConfig()).eval(),
+    "medusa": lambda verifier: heads(Medusa, verifier, shared=False, vocab=4096),
+    "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, vocab=None),
+}
 
 
 @pytest.mark.slow
@@ -105,9 +144,7 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
     file = "data/smollm2/eval.jsonl"
     rows, _ = render_all(file, model.tokenizer, model.terminator_ids, 1024)
     prompts = [prompt_of(row) for row in pick(rows, 4)]
-    drafter = DRAFTERS[name](model) if name != "eagle3" else Eagle3.create(
-        model, Eagle3Config(), LossConfig(), torch.arange(model.vocab_size)
-    )  # fmt: skip
+    drafter = FOR_EMBEDDED[name](model)
     settings = {"sampling": Sampling(), "drafting": GREEDY, "max_new_tokens": 24}
     batch = generate(model, drafter, prompts, shape=SHAPES[shape], **settings)
     for prompt, got in zip(prompts, batch, strict=True):
@@ -117,7 +154,7 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
             assert compare(model, prompt, expected.tokens, text) != "different"
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle1", "draft_lm"])
+@pytest.mark.parametrize("name", TRAINABLE)
 @pytest.mark.parametrize("shape", ["chain", "static"])
 def test_a_sampled_text_does_not_depend_on_its_batch(name, shape):
     model = tiny_verifier(num_hidden_layers=4)

@@ -14,7 +14,7 @@ from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth, made_for
 from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
@@ -120,19 +120,20 @@ def initial_drafter(
     Raises:
         ValueError: none there, or one of another type than this script trains.
     """
-    made_for = read_config(folder)["headstart"]
-    if made_for["type"] != kind:
+    before = read_config(folder)["headstart"]
+    if before["type"] != kind:
         raise ValueError(
-            f"init_from: {folder} is a drafter of type {made_for['type']}, this script trains "
-            f"{kind}; use train/{made_for['type']}.py"
+            f"init_from: {folder} is a drafter of type {before['type']}, this script trains "
+            f"{kind}; use train/{before['type']}.py"
         )
     drafter = load_checkpoint(folder, verifier, allow_verifier=True)
-    if made_for["fingerprint"] != verifier.fingerprint():
+    if before["fingerprint"] != verifier.fingerprint():
         warnings.warn(
-            f"init_from: {folder} was trained for {made_for['verifier']}, which is not this "
+            f"init_from: {folder} was trained for {before['verifier']}, which is not this "
             f"{verifier.name}; its acceptance starts lower",
             stacklevel=2,
         )
+    drafter.config.headstart |= made_for(verifier, kind)  # it drafts for this one now
     drafter.loss = loss
     return drafter
 

@@ -1,0 +1,39 @@
+"""Train Medusa-1 heads: the verifier stays as it is.
+
+    accelerate launch train/medusa.py --config recipes/medusa/tiny.yaml
+    accelerate launch -m headstart.train.medusa --config recipes/medusa/tiny.yaml
+
+Writes to training.output_dir: `checkpoints/`, of which `best` (by replayed acceptance length) is
+what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recipe.yaml`.
+"""
+
+from dataclasses import dataclass, field
+
+from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.script import run_script
+from headstart.train.recipe import CommonRecipe, train
+
+
+@dataclass
+class Recipe(CommonRecipe):
+    """Everything that decides a run."""
+
+    loss: LossConfig = field(default_factory=lambda: LossConfig(num_steps=4))
+    """What is learned; loss.num_steps is the number of heads too."""
+    drafter: MedusaConfig = field(default_factory=MedusaConfig)
+
+
+def run(recipe: Recipe) -> None:
+    """Train to the end of the recipe's budget."""
+    train(
+        recipe,
+        "medusa",
+        lambda verifier, data: Medusa.create(
+            verifier, recipe.drafter, recipe.loss, data.token_counts
+        ),
+    )
+
+
+if __name__ == "__main__":
+    run_script(Recipe, run)
