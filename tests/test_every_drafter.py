@@ -212,7 +212,7 @@ def in_order(cache, row: int):
 
 
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("name", ["eagle3", "eagle1", "draft_lm"])
+@pytest.mark.parametrize("name", ["eagle3", "draft_lm"])
 def test_after_500_rounds_the_caches_are_those_of_a_fresh_pass(name, shape, monkeypatch):
     """Random accept and reject, in a batch of three, for verifier and drafter."""
     model = endless("llama", num_hidden_layers=3, max_position_embeddings=4096)
