@@ -88,14 +88,11 @@ class RunSettings:
 
 
 @dataclass
-class Acceptance:
-    """Settings of a report."""
+class Measurement:
+    """What is measured of a drafter, and how."""
 
-    drafter: str
-    """A checkpoint's folder, prompt-lookup, lookahead, layers:0-5, or a model with the verifier's
-    tokenizer."""
     out: str
-    """Folder for report.json, report.md and acceptance.png."""
+    """Folder for the report."""
     verifier: str | None = None
     """Default: the verifier the drafter was trained for; needed for any other drafter."""
     allow_verifier: bool = False
@@ -145,6 +142,15 @@ class Acceptance:
             trees.parse(self.tree)
 
 
+@dataclass(kw_only=True)
+class Acceptance(Measurement):
+    """Settings of a report."""
+
+    drafter: str
+    """A checkpoint's folder, prompt-lookup, lookahead, layers:0-5, or a model with the verifier's
+    tokenizer."""
+
+
 def timed_replay(
     drafter: TrainableDrafter,
     rows: list[Row],
@@ -174,7 +180,7 @@ def decoded_row(decoded: Decoded) -> Row:
     )
 
 
-def read_rows(verifier: Verifier, run: RunSettings, settings: Acceptance) -> list[Row]:
+def read_rows(verifier: Verifier, run: RunSettings, settings: Measurement) -> list[Row]:
     """The run's conversations, rendered.
 
     Raises:
@@ -282,22 +288,33 @@ def measure_speed(
     return [entry | {"acceptance": run.acceptance} for entry in trial.speed(done, shapes)]
 
 
-def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> list[Shape]:
-    """The tree asked for, if any; an optimal one is fitted to the first run's answers.
+def check(drafter: Drafter, settings: Acceptance) -> None:
+    """Before anything is measured: can it be, of this drafter?
 
     Raises:
-        ValueError: a tree that cannot be read, or an optimal one for a drafter without replay.
+        ValueError: more drafts in a row than it makes, or an optimal tree for one without replay.
     """
+    check_depth(drafter, settings.draft_length, "draft_length")
+    for length in settings.speed_draft_lengths:
+        check_depth(drafter, length, "speed_draft_lengths")
+    if settings.tree is None:
+        return
+    if trees.optimal_budget(settings.tree) is None:
+        check_depth(drafter, trees.parse(settings.tree).depth, "the depth of the tree")
+    elif not isinstance(drafter, TrainableDrafter):
+        raise ValueError(
+            f"tree: {settings.tree} needs acceptance by rank, which {settings.drafter} cannot tell "
+            "without decoding; pass a dynamic or static tree"
+        )
+
+
+def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> list[Shape]:
+    """The tree asked for, if any; an optimal one is fitted to the first run's answers."""
     if settings.tree is None:
         return []
     budget = trees.optimal_budget(settings.tree)
     if budget is None:
         return [trees.parse(settings.tree)]
-    if not isinstance(drafter, TrainableDrafter):
-        raise ValueError(
-            f"tree: {settings.tree} needs acceptance by rank, which {settings.drafter} cannot tell "
-            "without decoding; pass a dynamic or static tree"
-        )
     featurize = Featurizer(drafter.verifier, drafter.feature_layers, alone=False)
     depth, ranks = trees.OPTIMAL_BOUNDS
     if drafter.max_depth is not None:
@@ -306,26 +323,9 @@ def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> li
     return [trees.optimal(budget, by_rank)]
 
 
-def check_depths(drafter: Drafter, settings: Acceptance) -> None:
-    """Raise a ValueError for drafts deeper than the drafter's, before anything is measured."""
-    check_depth(drafter, settings.draft_length, "draft_length")
-    for length in settings.speed_draft_lengths:
-        check_depth(drafter, length, "speed_draft_lengths")
-    if settings.tree is not None and trees.optimal_budget(settings.tree) is None:
-        check_depth(drafter, trees.parse(settings.tree).depth, "the depth of the tree")
-
-
-def run(settings: Acceptance) -> None:
-    """Measure, print, and write the report."""
-    out = report.folder(settings.out)  # before anything is measured that could not be written
-    verifier, drafter = load_pair(
-        settings.verifier,
-        settings.drafter,
-        settings.dtype,
-        settings.device,
-        settings.allow_verifier,
-    )
-    check_depths(drafter, settings)
+def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[str, Any]:
+    """The report's content, printed as it grows."""
+    check(drafter, settings)
     trainable = isinstance(drafter, TrainableDrafter)
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
     tree = tree_of(drafter, settings, rows)
@@ -337,7 +337,8 @@ def run(settings: Acceptance) -> None:
         runs += entries
         report.print_law(entries)
     speed = measure_speed(verifier, drafter, rows[0], tree, settings)
-    result = {
+    report.print_speed(speed)
+    return {
         "schema": 1,
         "drafter": {
             "type": loading.kind_of(drafter),
@@ -350,8 +351,19 @@ def run(settings: Acceptance) -> None:
         "speed": speed,
         "provenance": report.provenance(asdict(settings)) | {"seconds": time.monotonic() - began},
     }
-    report.print_speed(speed)
-    report.write(result, out)
+
+
+def run(settings: Acceptance) -> None:
+    """Measure, print, and write the report."""
+    out = report.folder(settings.out)  # before anything is measured that could not be written
+    verifier, drafter = load_pair(
+        settings.verifier,
+        settings.drafter,
+        settings.dtype,
+        settings.device,
+        settings.allow_verifier,
+    )
+    report.write(measure(settings, verifier, drafter), out)
     print(f"wrote {out}/report.json, report.md, acceptance.png")
 
 
