@@ -7,6 +7,7 @@ from typing import Any
 from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
 from headstart.models.drafter import Drafter, TrainableDrafter
 from headstart.models.eagle3 import Eagle3
+from headstart.models.hydra_heads import HydraHeads
 from headstart.models.lookup import (
     Lookahead,
     LookaheadConfig,
@@ -22,6 +23,7 @@ CLASSES: dict[str, type[TrainableDrafter]] = {
     "eagle3": Eagle3,
     "draft_lm": DraftLM,
     "medusa": Medusa,
+    "hydra_heads": HydraHeads,
 }
 LOOKUPS = {
     "prompt-lookup": (PromptLookup, PromptLookupConfig),

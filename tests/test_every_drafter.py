@@ -19,6 +19,7 @@ from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.heads import HeadsConfig, HeadsDrafter
+from headstart.models.hydra_heads import HydraHeads
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
@@ -68,6 +69,7 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "draft_lm": half,
     "medusa": lambda verifier: heads(Medusa, verifier, shared=False),
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, shared=True),
+    "hydra_heads": lambda verifier: heads(HydraHeads, verifier, shared=True),
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
 }
@@ -105,6 +107,7 @@ FOR_EMBEDDED = DRAFTERS | {  # with its whole vocabulary
     ),
     "medusa": lambda verifier: heads(Medusa, verifier, shared=False, vocab=4096),
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, vocab=None),
+    "hydra_heads": lambda verifier: heads(HydraHeads, verifier, True, vocab=None),
 }
 
 
@@ -129,7 +132,9 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
             assert compare(model, prompt, expected.tokens, text) != "different"
 
 
-@pytest.mark.parametrize("name", ["eagle3", "draft_lm", "medusa", "medusa, shared projection"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "draft_lm", "medusa", "medusa, shared projection", "hydra_heads"]
+)
 @pytest.mark.parametrize("shape", ["chain", "static"])
 def test_a_sampled_text_does_not_depend_on_its_batch(name, shape):
     model = tiny_verifier(num_hidden_layers=4)
