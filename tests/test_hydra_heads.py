@@ -198,7 +198,7 @@ def test_the_folder_says_what_it_is_and_that_no_engine_loads_it(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["model_type"]) == (["HydraHeads"], "hydra_heads")
     assert config["headstart"]["type"] == "hydra_heads" and config["num_heads"] == 2
-    card = model_card({}, {"step": 1, "tokens": 2, "validation": None}, drafter.serving)
+    card = model_card({}, {"step": 1, "tokens": 2, "validation": None}, drafter)
     assert "No engine loads this kind of drafter" in card and "vllm" not in card
 
 

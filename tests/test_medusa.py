@@ -29,6 +29,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Dynamic, chain
+from headstart.train.checkpoint import model_card
 from headstart.train.prepare import check_depths
 
 VERIFIER = tiny_verifier()
@@ -273,6 +274,17 @@ def test_the_folder_has_the_names_shapes_and_settings_engines_load(variant, tmp_
         "verifier": "tiny/llama",
         "fingerprint": VERIFIER.fingerprint(),
     }
+
+
+def test_the_card_asks_for_no_more_drafts_than_there_are_heads():
+    """vLLM would run heads that have no weights."""
+    for heads, drafts in ((1, 1), (4, 2)):
+        state = {"step": 1, "tokens": 2, "validation": None}
+        card = model_card({"verifier": "v"}, state, make(num_heads=heads))
+        assert (
+            f'"method": "medusa", "model": "THIS-FOLDER", "num_speculative_tokens": {drafts}'
+            in card
+        )
 
 
 def test_a_drafter_of_a_rounded_copy_of_the_verifier_is_its_own(tmp_path):
