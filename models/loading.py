@@ -8,6 +8,7 @@ from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
 from headstart.models.drafter import Drafter, TrainableDrafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
+from headstart.models.hydra_heads import HydraHeads
 from headstart.models.lookup import (
     Lookahead,
     LookaheadConfig,
@@ -23,6 +24,7 @@ CLASSES: dict[str, type[TrainableDrafter]] = {
     "eagle3": Eagle3,
     "eagle1": Eagle1,
     "medusa": Medusa,
+    "hydra_heads": HydraHeads,
     "draft_lm": DraftLM,
 }
 LOOKUPS = {

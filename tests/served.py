@@ -1,7 +1,14 @@
 """Drafters with heads: texts for them, and a check that serving gives what training gives."""
 
 import torch
-from test_replay import answered
+from test_replay import (
+    LIMIT,
+    PROMPTS,
+    answered,
+    assert_equal,
+    decoded_and_replayed,
+    verifier_of,
+)
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 
@@ -97,8 +104,9 @@ class Serving:
                 s = len(path)  # the node is step s of the last verified slot
                 path.append(0)  # room for the token it predicts
                 ids = torch.cat([self.ids[row, : slots + 1], torch.tensor(path)])[None]
-                batch = batch_of(drafter.verifier, ids)
-                batch["last_hidden"][0, slots:] = 5.0  # not known yet
+                hidden = torch.full((1, ids.shape[1], self.hidden.shape[-1]), 5.0)
+                hidden[0, :slots] = self.hidden[row, :slots]  # others are not known yet
+                batch = Batch(input_ids=ids, last_hidden=hidden)
                 *_, hidden = drafter.unroll(batch, s + 1)
                 law = drafter.logits(hidden[0, slots - 1], s).softmax(-1)
                 before = [i for i in range(node) if parents[i] == parent]
@@ -139,6 +147,28 @@ def check_prompts_are_not_learned(drafter: HeadsDrafter) -> None:
     assert all(map(torch.equal, plain, prompts))
     for token in (6, 10, 16, 19):  # a turn's first token is the verifier's own
         assert not all(map(torch.equal, plain, gradients([token])))
+
+
+def check_replay(kind: type[HeadsDrafter], config: HeadsConfig) -> None:
+    """Of a partly trained drafter, replay counts exactly what decoding does, prompt by prompt."""
+    verifier = verifier_of()
+    settings = {"shape": None, "sampling": Sampling(), "drafting": GREEDY}
+    found = generate(verifier, None, PROMPTS, max_new_tokens=LIMIT, **settings)
+    rows = [answered(p, t.tokens) for p, t in zip(PROMPTS, found, strict=True)]
+    drafter = kind.create(verifier, config, LossConfig(num_steps=4), COUNTS)
+    batch = Featurizer(verifier, ())(collate(rows, 64, packed=False))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    weights = drafter.loss.step_weights() / batch["loss_mask"].sum()
+    for _ in range(8):
+        optimizer.zero_grad()
+        drafter(batch, weights).value.backward()
+        optimizer.step()
+    for draft_length, limit in [(1, LIMIT), (2, LIMIT), (4, 3), (4, 6), (4, LIMIT)]:
+        decoded, replayed = decoded_and_replayed(drafter, draft_length, limit, packed=False)
+        for got, expected in zip(replayed, decoded, strict=True):
+            assert_equal(got, expected)
+    share = sum(sum(c.accepted) for c in decoded) / sum(sum(c.examined) for c in decoded)
+    assert 0.15 < share < 0.95, share  # neither hopeless nor perfect
 
 
 def check_overfit(kind: type[HeadsDrafter], config: HeadsConfig, steps: int, rate: float) -> None:

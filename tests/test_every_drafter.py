@@ -21,6 +21,7 @@ from headstart.models.drafter import Drafter, Drafting
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.heads import HeadsConfig, HeadsDrafter
+from headstart.models.hydra_heads import HydraHeads
 from headstart.models.loading import LOOKUPS
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
@@ -82,6 +83,7 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "draft_lm": half,
     "medusa": lambda verifier: heads(Medusa, verifier, shared=False),
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, shared=True),
+    "hydra_heads": lambda verifier: heads(HydraHeads, verifier, shared=True),
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
 }
@@ -130,6 +132,7 @@ FOR_EMBEDDED = DRAFTERS | {  # with its whole vocabulary
     "eagle1": lambda verifier: Eagle1.create(verifier, Eagle1Config(), LossConfig()).eval(),
     "medusa": lambda verifier: heads(Medusa, verifier, shared=False, vocab=4096),
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, vocab=None),
+    "hydra_heads": lambda verifier: heads(HydraHeads, verifier, True, vocab=None),
 }
 
 

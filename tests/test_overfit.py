@@ -20,7 +20,9 @@ from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import Drafting, TrainableDrafter
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.sampling import Sampling
 from headstart.models.trees import chain
 from headstart.models.verifier import Verifier
@@ -30,6 +32,12 @@ LOSS = LossConfig("hard_ce", num_steps=4, gamma=1.0)
 DRAFTERS: dict[str, Callable[[Verifier], TrainableDrafter]] = {
     "eagle3": lambda verifier: Eagle3.create(verifier, Eagle3Config(), LOSS, torch.ones(64)),
     "eagle1": lambda verifier: Eagle1.create(verifier, Eagle1Config("random", 0.0, 1.0), LOSS),
+    "medusa": lambda verifier: Medusa.create(
+        verifier, MedusaConfig(shared_projection=False), LOSS, torch.ones(64)
+    ),
+    "hydra_heads": lambda verifier: HydraHeads.create(
+        verifier, HydraHeadsConfig(num_layers=2, shared_projection=False), LOSS, torch.ones(64)
+    ),
     "draft_lm": lambda verifier: DraftLM.create(verifier, DraftLMConfig("layers:0,7"), LOSS),
 }
 

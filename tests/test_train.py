@@ -26,11 +26,12 @@ from headstart.data.render import Row
 from headstart.models.draft_lm import DraftLMConfig
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.eagle3 import Eagle3Config
+from headstart.models.hydra_heads import HydraHeadsConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import MedusaConfig
 from headstart.script import parse, run_script
-from headstart.train import draft_lm, eagle1, eagle3, medusa, prepare
+from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, prepare
 from headstart.train import recipe as shared
 from headstart.train.loop import TrainingConfig
 from headstart.train.prepare import DataConfig, count_tokens, initial_drafter
@@ -51,6 +52,10 @@ SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "medusa, shared projection": (
         medusa,
         {"drafter": MedusaConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
+    ),
+    "hydra_heads": (
+        hydra_heads,
+        {"drafter": HydraHeadsConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
     ),
 }
 

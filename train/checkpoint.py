@@ -122,7 +122,7 @@ class Checkpoints:
             (temporary / "resume").mkdir(parents=True)
             drafter.save(temporary)
             (temporary / "recipe.yaml").write_text(yaml.safe_dump(self.recipe, sort_keys=False))
-            (temporary / "README.md").write_text(model_card(self.recipe, state, drafter.serving))
+            (temporary / "README.md").write_text(model_card(self.recipe, state, drafter))
             write(optimizer, temporary / "resume" / "optimizer.pt")
             write(ranks, temporary / "resume" / "ranks.pt")
             (temporary / "resume" / "state.json").write_text(json.dumps(state))
@@ -256,12 +256,8 @@ def restore_random(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def model_card(recipe: dict[str, Any], state: dict[str, Any], serving: str | None) -> str:
-    """README.md of a checkpoint: what it is for, what it learned from, what it reached, its use.
-
-    Args:
-        serving: the engine's name of the method that loads it; None: no engine does.
-    """
+def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: TrainableDrafter) -> str:
+    """README.md of a checkpoint: what it is for, what it learned from, what it reached, its use."""
     verifier, data = recipe.get("verifier"), recipe.get("data", {})
     parts = [
         f"# A drafter for `{verifier}`",
@@ -280,9 +276,13 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], serving: str | Non
             f"| acceptance rate α | {measured['acceptance_rate']['value'] or 0:.3f} |\n"
             f"| joint acceptance by position | {joint} |",
         ]
-    if serving is None:
+    if drafter.serving is None:
         parts.append("No engine loads this kind of drafter; headstart's own decoding loop does.")
     else:
-        config = f'{{"method": "{serving}", "model": "THIS-FOLDER", "num_speculative_tokens": 2}}'
+        length = min(2, drafter.max_depth or 2)
+        config = (
+            f'{{"method": "{drafter.serving}", "model": "THIS-FOLDER", '
+            f'"num_speculative_tokens": {length}}}'
+        )
         parts += ["Serve it:", f"    vllm serve {verifier} --speculative-config '{config}'"]
     return "\n\n".join(parts) + "\n"

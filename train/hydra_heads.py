@@ -1,0 +1,40 @@
+"""Train Hydra heads.
+
+    accelerate launch train/hydra_heads.py --config recipes/hydra_heads/tiny.yaml
+    accelerate launch -m headstart.train.hydra_heads --config recipes/hydra_heads/tiny.yaml
+
+Writes to training.output_dir: `checkpoints/`, with `best` (by replayed acceptance length) among
+them, `metrics.jsonl`, `provenance.json` and the resolved `recipe.yaml`. No engine loads Hydra
+heads; headstart decodes with them.
+"""
+
+from dataclasses import dataclass, field
+
+from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
+from headstart.models.losses import LossConfig
+from headstart.script import run_script
+from headstart.train.recipe import CommonRecipe, train
+
+
+@dataclass
+class Recipe(CommonRecipe):
+    """Everything that decides a run."""
+
+    loss: LossConfig = field(default_factory=lambda: LossConfig(num_steps=4))
+    """What is learned; loss.num_steps is the number of heads too."""
+    drafter: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
+
+
+def run(recipe: Recipe) -> None:
+    """Train to the end of the recipe's budget."""
+    train(
+        recipe,
+        "hydra_heads",
+        lambda verifier, data: HydraHeads.create(
+            verifier, recipe.drafter, recipe.loss, data.token_counts
+        ),
+    )
+
+
+if __name__ == "__main__":
+    run_script(Recipe, run)
