@@ -18,6 +18,7 @@ from headstart.data.render import Row
 from headstart.eval import report, trial
 from headstart.eval.losslessness import judge
 from headstart.eval.measures import Counts, summarise
+from headstart.eval.quality import Quality, compare_verifiers
 from headstart.eval.replay import rank_acceptance, replay_rows
 from headstart.eval.trial import Decoded, by_category, pick, prompt_of
 from headstart.eval.typical import Typical
@@ -205,16 +206,18 @@ def replayed(
     decoded: list[Decoded],
     settings: Acceptance,
 ) -> dict[str, Any] | None:
-    """Replay of every row and of the texts just decoded.
+    """Replay of every row and of the texts just decoded; of these alone where no row is given.
 
     None for lookups, which do not unroll, and for typical acceptance: replay computes how often the
     exact rule would accept.
     """
     if not isinstance(drafter, TrainableDrafter) or run.typical:
         return None
-    everything, seconds = timed_replay(drafter, rows, run, settings)
     again = [decoded_row(d) for d in decoded]
     same, same_seconds = timed_replay(drafter, again, run, settings, settings.max_new_tokens)
+    everything, seconds = same, same_seconds
+    if rows:
+        everything, seconds = timed_replay(drafter, rows, run, settings)
     return {
         "same_prompts": summarise(same) | {"seconds": same_seconds},
         "all": summarise(everything) | {"seconds": seconds, "categories": by_category(everything)},
@@ -230,6 +233,8 @@ def measure_run(
     settings: Acceptance,
 ) -> list[dict[str, Any]]:
     """Entries of the report's `runs` for one law: of the chain, and of the tree if there is one."""
+    # a verifier that was trained with the drafter did not write the rows' answers
+    own = [] if loading.tunes_verifier(settings.drafter) else rows
     chosen = pick(rows, settings.decode_prompts)
     greedy = run.temperature == 0
     limit, size = settings.max_new_tokens, settings.batch_size
@@ -265,7 +270,7 @@ def measure_run(
                 "lossless": judge(verifier, done, shape) if greedy else None,
                 "replay": None
                 if shape.branches
-                else replayed(drafter, run, rows, decoded, settings),
+                else replayed(drafter, run, own, decoded, settings),
                 "decoding_seconds": sum(d.seconds for d in decoded),
             }
         )
@@ -323,6 +328,15 @@ def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> li
     return [trees.optimal(budget, by_rank)]
 
 
+def quality_of(verifier: Verifier, settings: Acceptance, rows: list[Row]) -> Quality | None:
+    """How far a verifier that was trained with the drafter has moved; None for any other."""
+    if not loading.tunes_verifier(settings.drafter):
+        return None
+    name = settings.verifier or loading.read_config(settings.drafter)["headstart"]["verifier"]
+    original = Verifier.load(name, settings.dtype, settings.device)
+    return compare_verifiers(original, verifier, rows)
+
+
 def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[str, Any]:
     """The report's content, printed as it grows."""
     check(drafter, settings)
@@ -330,6 +344,9 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
     tree = tree_of(drafter, settings, rows)
     began = time.monotonic()
+    quality = quality_of(verifier, settings, rows[0])
+    if quality is not None:
+        print(f"\n{quality.line()}", flush=True)
     shapes = [trees.chain(settings.draft_length), *tree]
     runs = []
     for one, read in zip(settings.runs, rows, strict=True):
@@ -346,7 +363,11 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
             "parameters": sum(p.numel() for p in drafter.parameters()) if trainable else 0,
             "fingerprint": fingerprint(drafter) if trainable else None,
         },
-        "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint()},
+        "verifier": {
+            "name": verifier.name,
+            "fingerprint": verifier.fingerprint(),
+            "quality": quality and asdict(quality),
+        },
         "runs": runs,
         "speed": speed,
         "provenance": report.provenance(asdict(settings)) | {"seconds": time.monotonic() - began},

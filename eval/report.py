@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.quality import Quality
+
 PACKAGES = ("headstart", "torch", "transformers", "datasets", "accelerate")
 
 
@@ -290,6 +292,8 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
         f"{drafter['type']} drafter, {drafter['parameters']:,} parameters, for {verifier['name']} "
         f"(fingerprint {verifier['fingerprint']}).",
     ]
+    if verifier["quality"] is not None:
+        parts.append(Quality(**verifier["quality"]).line())
     for entries in laws(result["runs"]):
         parts += [f"## {law_title(entries[0])}", law_text(entries)]
     if result["speed"]:

@@ -9,6 +9,7 @@ from headstart.models.drafter import Drafter, TrainableDrafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
 from headstart.models.hydra_heads import HydraHeads
+from headstart.models.joint import tune
 from headstart.models.lookup import (
     Lookahead,
     LookaheadConfig,
@@ -44,7 +45,8 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
         allow_verifier: accept a checkpoint for a verifier with another fingerprint.
 
     Raises:
-        ValueError: no such drafter, one that cannot be read, or one made for another verifier.
+        ValueError: no such drafter, one that cannot be read, one made for another verifier, or one
+            whose verifier was trained with it (see `load_pair`).
     """
     kind = name.partition(":")[0]
     if kind in LOOKUPS:
@@ -52,6 +54,11 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
         return lookup(options(name, config))
     if kind == "layers":
         return DraftLM(cut(verifier, parse_layers(name, "drafter")), verifier, LossConfig())
+    if tunes_verifier(name):
+        raise ValueError(
+            f"drafter {name!r} drafts for a verifier that was trained with it, which no other "
+            "drafter shares; measure it alone, with eval/acceptance.py"
+        )
     dtype = str(verifier.dtype).removeprefix("torch.")
     if is_checkpoint(name):
         drafter = load_checkpoint(name, verifier, allow_verifier)
@@ -92,8 +99,17 @@ def load_pair(
             "embedded/smollm2-135m"
         )
     loaded = Verifier.load(name, dtype, device)
-    made = load(drafter, loaded, allow_verifier)
+    if tunes_verifier(drafter):
+        made = load_checkpoint(drafter, loaded, None)  # its adapter does not go with a copy
+        tune(loaded, Path(drafter))
+    else:
+        made = load(drafter, loaded, allow_verifier)
     return loaded, made.eval() if isinstance(made, TrainableDrafter) else made
+
+
+def tunes_verifier(name: str) -> bool:
+    """Whether this is a drafter whose verifier was trained with it."""
+    return is_checkpoint(name) and "adapter" in read_config(name)["headstart"]
 
 
 def kind_of(drafter: Drafter) -> str:

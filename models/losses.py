@@ -160,19 +160,27 @@ def _divergence(config: LossConfig, log_q: Tensor, log_p: Tensor) -> RowLosses:
 
 
 def unrolled_loss(
-    drafter: TrainableDrafter, batch: Batch, hidden: list[Tensor], weights: Tensor
+    drafter: TrainableDrafter,
+    batch: Batch,
+    hidden: list[Tensor],
+    weights: Tensor,
+    first: int = 0,
 ) -> Loss:
     """Weighted sum of the losses of every supervised (t, s), and metrics per step.
 
     Args:
         hidden: S tensors [B, T, H'].
         weights: [S].
+        first: step of the first of them.
     """
     from headstart.models.drafter import Loss, supervised
 
-    slots = [supervised(batch, s).flatten().nonzero()[:, 0] for s in range(len(hidden))]
+    steps = range(first, first + len(hidden))
+    slots = [supervised(batch, s).flatten().nonzero()[:, 0] for s in steps]
     weighted = [w for w in drafter.parameters() if w.requires_grad]
-    value, sums = _FusedLoss.apply(drafter, batch, slots, weights, len(hidden), *hidden, *weighted)
+    value, sums = _FusedLoss.apply(
+        drafter, batch, slots, weights, len(hidden), first, *hidden, *weighted
+    )
     metrics = {}
     for s, slot in enumerate(slots):
         count = torch.tensor(float(len(slot)), device=sums.device)
@@ -189,11 +197,13 @@ class _FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, drafter, batch, slots, weights, num_steps, *tensors):
+    def forward(ctx, drafter, batch, slots, weights, num_steps, first, *tensors):
         hidden, parameters = tensors[:num_steps], tensors[num_steps:]
-        if not any(ctx.needs_input_grad):
-            parameters = ()
-        value, sums, gradients = _chunked(drafter, batch, slots, weights, hidden, parameters)
+        needed = any(ctx.needs_input_grad)
+        taught = [slot + 1 + first + s for s, slot in enumerate(slots)]
+        value, sums, gradients = _chunked(
+            drafter, batch, slots, taught, weights, hidden, parameters, needed
+        )
         ctx.gradients = gradients
         ctx.mark_non_differentiable(sums)
         return value, sums
@@ -202,23 +212,25 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx, grad_value, _):
         gradients, ctx.gradients = ctx.gradients, None  # backward runs once: in place
         scaled = (None if g is None else g.mul_(grad_value) for g in gradients)
-        return None, None, None, None, None, *scaled
+        return None, None, None, None, None, None, *scaled
 
 
 def _chunked(
     drafter: TrainableDrafter,
     batch: Batch,
     slots: list[Tensor],
+    taught: list[Tensor],
     weights: Tensor,
     hidden: tuple[Tensor, ...],
     parameters: tuple[Tensor, ...],
+    needed: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Value, metric sums [S, metrics], gradients of `hidden` and `parameters`.
+    """Value, metric sums [S, metrics], gradients of `hidden` and `parameters` if they are needed.
 
     The verifier's logits at a position serve every step that is taught there, so the work is cut
-    into chunks of positions, and a chunk holds all its steps.
+    into chunks of positions, and a chunk holds all its steps. `slots` and `taught` are flat: where
+    a step's hidden states lie, and the positions of their teachers.
     """
-    taught = [slot + 1 + s for s, slot in enumerate(slots)]  # flat positions of the teachers
     positions = torch.cat(taught).unique()
     last_hidden, input_ids = batch["last_hidden"].flatten(0, 1), batch["input_ids"].flatten()
     sums = weights.new_zeros(len(hidden), len(METRICS))
@@ -241,7 +253,7 @@ def _chunked(
         rows = _padded(rows).requires_grad_()
         teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), torch.searchsorted(chunk, where))
         columns = vocab.columns(input_ids[where + 1], drafter.draft_ids)
-        with torch.set_grad_enabled(bool(parameters)):
+        with torch.set_grad_enabled(needed):
             logits = _project(drafter, rows, counts)
         real = logits.detach()[: len(where)]
         found = row_losses(drafter.loss, teacher, real, columns)
@@ -249,7 +261,7 @@ def _chunked(
         accurate = real.argmax(-1) == columns  # a token outside V' can only be rejected
         table = torch.stack([found.loss, accurate.float(), (columns < 0).float()], dim=1)
         sums.index_add_(0, steps, table)
-        if parameters:
+        if needed:
             gradient = _padded((found.gradient * weights[steps, None]).to(logits.dtype))
             to_rows, *to_parameters = torch.autograd.grad(
                 logits, [rows, *parameters], gradient, allow_unused=True

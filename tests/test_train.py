@@ -27,6 +27,7 @@ from headstart.models.draft_lm import DraftLMConfig
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.eagle3 import Eagle3Config
 from headstart.models.hydra_heads import HydraHeadsConfig
+from headstart.models.joint import JointConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import MedusaConfig
@@ -58,6 +59,8 @@ SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
         {"drafter": HydraHeadsConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
     ),
 }
+# its adapter lies apart, see tests/test_joint.py
+JOINT = {"medusa-2": (medusa, {"joint": JointConfig(rank=2), **FOUR_HEADS})}
 
 
 def save_verifier(folder: Path, **overrides: Any) -> str:
@@ -97,7 +100,7 @@ def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -
         eval_limit=3,
     )
     training = {"max_steps": 4, "mixed_precision": "no", "validate_every": 2} | training
-    script, settings = SCRIPTS[kind]
+    script, settings = (SCRIPTS | JOINT)[kind]
     training = TrainingConfig(str(folder / "run"), **training)
     settings = {"loss": LossConfig(num_steps=2)} | copy.deepcopy(settings)
     return script.Recipe(data, training, verifier, **settings)
@@ -173,7 +176,7 @@ def test_resolved_recipe_can_be_run_again(tmp_path: Path, verifier: str, kind: s
 
 
 @pytest.mark.parametrize(
-    "kind, keep_states", [*((kind, True) for kind in SCRIPTS), ("eagle3", False)]
+    "kind, keep_states", [*((kind, True) for kind in SCRIPTS | JOINT), ("eagle3", False)]
 )
 def test_resumed_run_equals_an_unbroken_one(
     tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, kind: str, keep_states: bool

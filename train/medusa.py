@@ -1,4 +1,4 @@
-"""Train Medusa-1 heads: the verifier stays as it is.
+"""Train Medusa heads, for a verifier that stays as it is or, with `joint`, is trained too.
 
     accelerate launch train/medusa.py --config recipes/medusa/tiny.yaml
     accelerate launch -m headstart.train.medusa --config recipes/medusa/tiny.yaml
@@ -9,6 +9,7 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 
 from dataclasses import dataclass, field
 
+from headstart.models.joint import JointConfig
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.script import run_script
@@ -22,6 +23,8 @@ class Recipe(CommonRecipe):
     loss: LossConfig = field(default_factory=lambda: LossConfig(num_steps=4))
     """What is learned; loss.num_steps is the number of heads too."""
     drafter: MedusaConfig = field(default_factory=MedusaConfig)
+    joint: JointConfig | None = None
+    """Medusa-2: the verifier is tuned by LoRA. Default, Medusa-1: it stays as it is."""
 
 
 def run(recipe: Recipe) -> None:
@@ -32,6 +35,7 @@ def run(recipe: Recipe) -> None:
         lambda verifier, data: Medusa.create(
             verifier, recipe.drafter, recipe.loss, data.token_counts
         ),
+        joint=recipe.joint,
     )
 
 

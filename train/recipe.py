@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headstart.data.collate import Featurizer
 from headstart.models import vocab
 from headstart.models.drafter import Batch, TrainableDrafter
+from headstart.models.joint import ADAPTER, JointConfig, JointModel
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
@@ -39,6 +41,7 @@ def train(
     kind: str,
     create: Callable[[Verifier, Data], TrainableDrafter],
     rewrite: Callable[[Any, Featurize], Featurize] | None = None,
+    joint: JointConfig | None = None,
 ) -> None:
     """Train to the end of the recipe's budget: a new drafter, a given one, or a broken-off run's.
 
@@ -47,6 +50,7 @@ def train(
         create: makes a new one.
         rewrite: of a drafter and what adds the verifier's states, something that does so to texts
             that it has changed first. Training's batches go through it, validation's do not.
+        joint: how the verifier is trained too; None: it stays as it is.
     """
     training = recipe.training
     accelerator = launch(training)
@@ -75,9 +79,18 @@ def train(
             f"{covered:.2%} of the supervised tokens"
         )
 
-    loader = prepare.make_loader(recipe.data, data, verifier, training, accelerator)
+    model, loader = drafter, prepare.make_loader(recipe.data, data, verifier, training, accelerator)
     featurize = prepare.make_featurizer(recipe.data, data, drafter, accelerator)
-    validate = prepare.make_validation(data, drafter, featurize, training.draft_length, accelerator)
-    if rewrite is not None:
+    validating = featurize
+    if joint is not None:
+        model = JointModel(drafter, joint, resumed and resumed.folder / ADAPTER)
+        featurize = model.original(featurize)
+        validating = Featurizer(
+            verifier, drafter.feature_layers
+        )  # of the verifier as it is by then
+    elif rewrite is not None:
         featurize = rewrite(drafter, featurize)
-    fit(drafter, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)
+    validate = prepare.make_validation(
+        data, drafter, validating, training.draft_length, accelerator
+    )
+    fit(model, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)
