@@ -46,8 +46,9 @@ from headstart.models.verifier import Verifier
 class Eagle1Config:
     """How it starts and is trained; its shape is the verifier's."""
 
-    init: str = "verifier"
-    """verifier: start from its last decoder layer where the shapes allow; random: do not."""
+    init: str = "random"
+    """random: small weights; verifier: its last decoder layer where the shapes allow, which learns
+    more slowly: that layer is used to another input."""
     noise: float = 0.1
     """Uniform noise in ± so much on the verifier's hidden states while training."""
     token_weight: float = 0.1
