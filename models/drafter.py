@@ -184,6 +184,11 @@ class TrainableDrafter(Drafter, nn.Module):
         hidden = list(self.unroll(batch, len(weights)))
         return losses.unrolled_loss(self, batch, hidden, weights)
 
+    def with_vocabulary(self, draft_ids: Tensor) -> "TrainableDrafter":
+        """This drafter with another draft vocabulary of the same size: rows of the ids that both
+        have are kept, the others begin as the verifier's. Only where `draft_ids` is not None."""
+        raise NotImplementedError
+
     def file_tensors(self) -> dict[str, Tensor]:
         """What `save` writes: the drafter's own tensors, and what else the engine needs in them."""
         return self.state_dict()

@@ -174,6 +174,17 @@ class Eagle3(FeatureDrafter):
         if len(norm) == 1 and norm[0].weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(norm[0].weight)
 
+    @torch.no_grad()
+    def with_vocabulary(self, draft_ids: Tensor) -> "Eagle3":
+        drafter = Eagle3(self.config, self.verifier, self.loss, draft_ids)
+        mine = self.state_dict()
+        kept = {n: t for n, t in mine.items() if n not in ("d2t", "t2d", "lm_head.weight")}
+        drafter.load_state_dict(kept, strict=False)
+        fresh = self.verifier.head.weight[draft_ids].float()
+        rows = vocab.exchanged_rows(self.lm_head.weight, self.draft_ids, draft_ids, fresh)
+        drafter.lm_head.weight.copy_(rows)
+        return drafter
+
     # ---- one step ----------------------------------------------------------------------------
 
     @property

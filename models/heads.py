@@ -149,6 +149,19 @@ class HeadsDrafter(TrainableDrafter):
                 head.weight.copy_(drafter.verifier_rows())
         return drafter
 
+    @torch.no_grad()
+    def with_vocabulary(self, draft_ids: Tensor) -> "HeadsDrafter":
+        drafter = type(self)(self.config, self.verifier, self.loss, draft_ids)
+        mine = self.state_dict()
+        kept = {n: t for n, t in mine.items() if not n.startswith(("token_map", "lm_heads"))}
+        drafter.load_state_dict(kept, strict=False)
+        fresh = drafter.verifier_rows().float()
+        pairs = () if self.one_head else zip(drafter.lm_heads, self.lm_heads, strict=True)
+        for head, before in pairs:
+            rows = vocab.exchanged_rows(before.weight, self.draft_ids, draft_ids, fresh)
+            head.weight.copy_(rows)
+        return drafter.to(self.verifier.device)
+
     def verifier_rows(self) -> Tensor:
         """The verifier's head for the draft vocabulary: [V', H]."""
         weight = self.verifier.head.weight

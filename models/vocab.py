@@ -39,6 +39,24 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
     return order[:size].sort().values
 
 
+def adapt(old_ids: Tensor, token_counts: Tensor, verifier: Verifier) -> Tensor:
+    """A vocabulary of the size of `old_ids [V']` for other data: its ids, then the old ones."""
+    was = torch.zeros(len(token_counts), dtype=torch.double)
+    was[old_ids] = 0.5  # after every id that occurs, before every other
+    return choose(torch.maximum(token_counts.double(), was), len(old_ids), verifier)
+
+
+def exchanged_rows(weight: Tensor, old_ids: Tensor, new_ids: Tensor, fresh: Tensor) -> Tensor:
+    """Rows of a projection for another vocabulary: [V', H].
+
+    Args:
+        weight: [V', H] rows of `old_ids`.
+        fresh: [V', H] what the row of each new id begins as where it is not among the old.
+    """
+    at = columns(new_ids, old_ids)
+    return torch.where((at >= 0)[:, None], weight[at.clamp(min=0)], fresh)
+
+
 def coverage(token_counts: Tensor, draft_ids: Tensor) -> float:
     """Share of supervised tokens that the draft vocabulary holds: a ceiling on accuracy."""
     return float(token_counts[draft_ids].sum() / token_counts.sum().clamp(min=1))

@@ -9,18 +9,16 @@ from test_replay import (
     decoded_and_replayed,
     verifier_of,
 )
-from tiny import verifier as tiny_verifier
 from torch import Tensor
 
 from headstart.data.collate import Featurizer, collate
-from headstart.eval.measures import summarise
 from headstart.eval.speculate import generate
 from headstart.models import vocab
 from headstart.models.drafter import Batch, Drafting, Proposal
 from headstart.models.heads import HeadsConfig, HeadsDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
-from headstart.models.trees import Shape, chain, static
+from headstart.models.trees import Shape, static
 from headstart.models.verifier import States, Verifier
 
 GREEDY = Drafting(False, Sampling())
@@ -169,34 +167,3 @@ def check_replay(kind: type[HeadsDrafter], config: HeadsConfig) -> None:
             assert_equal(got, expected)
     share = sum(sum(c.accepted) for c in decoded) / sum(sum(c.examined) for c in decoded)
     assert 0.15 < share < 0.95, share  # neither hopeless nor perfect
-
-
-def check_overfit(kind: type[HeadsDrafter], config: HeadsConfig, steps: int, rate: float) -> None:
-    """Eight conversations learned by heart are accepted in decoding."""
-    verifier = tiny_verifier(hidden_size=64, intermediate_size=128)
-    verifier.terminator_ids = ()
-    prompts = [row.tolist() for row in texts(8, 4, seed=8)]
-    greedy = {"sampling": Sampling(), "drafting": GREEDY, "max_new_tokens": 31}
-    answers = generate(verifier, None, prompts, shape=None, **greedy)
-    rows = [answered(p, a.tokens) for p, a in zip(prompts, answers, strict=True)]
-    torch.manual_seed(0)
-    drafter = kind.create(
-        verifier, config, LossConfig("hard_ce", num_steps=4, gamma=1.0), torch.ones(64)
-    )
-    batch = Featurizer(verifier, ())(collate(rows, 64, packed=False))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
-    weights = drafter.loss.step_weights() / (8 * 31)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = drafter(batch, weights)
-        loss.value.backward()
-        optimizer.step()
-        totals = [loss.metrics[f"accuracy/{s}"] for s in range(4)]
-        marginal = sum(total for total, _ in totals) / sum(count for _, count in totals)
-        if marginal > 0.99:
-            break
-    assert marginal > 0.98
-    drafted = generate(verifier, drafter, prompts, shape=chain(4), **greedy)
-    assert [got.tokens for got in drafted] == [got.tokens for got in answers]
-    measured = summarise([got.counts(str(i)) for i, got in enumerate(drafted)])
-    assert measured["acceptance_length"]["value"] > 4.5

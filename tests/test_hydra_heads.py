@@ -11,7 +11,6 @@ from served import (
     SAMPLED,
     TREE,
     batch_of,
-    check_overfit,
     check_prompts_are_not_learned,
     check_replay,
     check_rounds,
@@ -254,12 +253,3 @@ def test_every_family_can_be_drafted_for(family, tmp_path):
     plain = generate(verifier, None, [[5, 9, 11], [7, 20]], shape=None, **greedy)
     assert [got.tokens for got in drafted] == [got.tokens for got in plain]
     assert sum(drafted[0].drafted) > 0
-
-
-# ---- learning ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_what_is_learned_by_heart_is_accepted_in_decoding(shared):
-    config = HydraHeadsConfig(num_layers=2, shared_projection=shared)
-    check_overfit(HydraHeads, config, steps=400, rate=1e-2)

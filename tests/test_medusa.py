@@ -11,7 +11,6 @@ from served import (
     GREEDY,
     TREE,
     batch_of,
-    check_overfit,
     check_prompts_are_not_learned,
     check_replay,
     check_rounds,
@@ -387,10 +386,21 @@ def test_every_family_can_be_drafted_for(family, tmp_path):
     assert sum(drafted[0].drafted) > 0
 
 
-# ---- learning ----------------------------------------------------------------------------------
+# ---- another vocabulary ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_what_is_learned_by_heart_is_accepted_in_decoding(shared):
-    config = MedusaConfig(num_layers=3 if shared else 1, shared_projection=shared)
-    check_overfit(Medusa, config, steps=400, rate=1e-2)
+def test_with_another_vocabulary_the_rows_of_known_ids_stay(shared):
+    before = loud(make(shared_projection=shared, draft_vocab_size=40))
+    old = before.draft_ids.tolist()
+    new = sorted(old[:30] + [i for i in range(64) if i not in old][:10])
+    after = before.with_vocabulary(torch.tensor(new))
+    assert after.draft_ids.tolist() == new
+    for name, weight in before.named_parameters():
+        assert name.startswith("lm_heads") or torch.equal(weight, after.get_parameter(name))
+    hidden = torch.randn(3, 32)
+    left, right = before.logits(hidden, 1), after.logits(hidden, 1)
+    for token in old[:30]:
+        close(left[:, old.index(token)], right[:, new.index(token)])
+    fresh = next(token for token in new if token not in old)
+    close(right[:, new.index(fresh)], VERIFIER.logits(hidden)[:, fresh])

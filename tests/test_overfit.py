@@ -20,24 +20,32 @@ from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import Drafting, TrainableDrafter
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
-from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
+from headstart.models.heads import HeadsConfig, HeadsDrafter
+from headstart.models.hydra_heads import HydraHeads
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.models.medusa import Medusa
 from headstart.models.sampling import Sampling
 from headstart.models.trees import chain
 from headstart.models.verifier import Verifier
 
 LENGTH = 1 + 5 * 6  # of an answer: six rounds in which all is accepted, after prefill's token
 LOSS = LossConfig("hard_ce", num_steps=4, gamma=1.0)
+
+
+def heads(
+    kind: type[HeadsDrafter], verifier: Verifier, shared: bool, num_layers: int
+) -> HeadsDrafter:
+    config = HeadsConfig(num_layers=num_layers, shared_projection=shared)
+    return kind.create(verifier, config, LOSS, torch.ones(64))
+
+
 DRAFTERS: dict[str, Callable[[Verifier], TrainableDrafter]] = {
     "eagle3": lambda verifier: Eagle3.create(verifier, Eagle3Config(), LOSS, torch.ones(64)),
     "eagle1": lambda verifier: Eagle1.create(verifier, Eagle1Config("random", 0.0, 1.0), LOSS),
-    "medusa": lambda verifier: Medusa.create(
-        verifier, MedusaConfig(shared_projection=False), LOSS, torch.ones(64)
-    ),
-    "hydra_heads": lambda verifier: HydraHeads.create(
-        verifier, HydraHeadsConfig(num_layers=2, shared_projection=False), LOSS, torch.ones(64)
-    ),
+    "medusa": lambda verifier: heads(Medusa, verifier, shared=False, num_layers=1),
+    "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, num_layers=3),
+    "hydra_heads": lambda verifier: heads(HydraHeads, verifier, shared=False, num_layers=1),
+    "hydra_heads, shared projection": lambda verifier: heads(HydraHeads, verifier, True, 3),
     "draft_lm": lambda verifier: DraftLM.create(verifier, DraftLMConfig("layers:0,7"), LOSS),
 }
 
@@ -59,9 +67,10 @@ def test_what_is_learned_by_heart_is_accepted_in_decoding(name):
     drafter = DRAFTERS[name](verifier).train()
     featurize = Featurizer(verifier, drafter.feature_layers)
     batch = featurize(collate(rows, 64, packed=False))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    rate = 1e-2 if isinstance(drafter, HeadsDrafter) else 5e-3
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
     weights = drafter.loss.step_weights() / (8 * LENGTH)
-    for _ in range(300):
+    for _ in range(400):
         optimizer.zero_grad()
         loss = drafter(batch, weights)
         loss.value.backward()

@@ -41,6 +41,7 @@ from headstart.train.tracking import Tracker
 
 torch.set_num_threads(1)
 
+ONES = torch.ones(64)
 FOUR_HEADS = {"loss": LossConfig(num_steps=4)}
 SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "eagle3": (eagle3, {"drafter": Eagle3Config(draft_vocab_size=32)}),
@@ -260,14 +261,16 @@ def test_init_from_another_verifiers_drafter_warns(tmp_path: Path, verifier: str
     run(recipe(tmp_path, verifier))
     best = str(tmp_path / "run" / "best")
     with pytest.warns(UserWarning, match="was trained for .*, which is not this"):
-        drafter = initial_drafter(best, "eagle3", tiny.verifier(seed=1), LossConfig(num_steps=3))
+        drafter = initial_drafter(
+            best, "eagle3", tiny.verifier(seed=1), LossConfig(num_steps=3), ONES
+        )
     assert drafter.loss.num_steps == 3
     drafter.save(tmp_path / "adapted")
     load_checkpoint(tmp_path / "adapted", tiny.verifier(seed=1))  # it is for this one now
     with pytest.raises(
         ValueError, match=r"type eagle3, this script trains medusa; use train/eagle3"
     ):
-        initial_drafter(best, "medusa", tiny.verifier(), LossConfig())
+        initial_drafter(best, "medusa", tiny.verifier(), LossConfig(), ONES)
     start = recipe(tmp_path, verifier)
     start.init_from, start.training.output_dir = best, str(tmp_path / "second")
     start.training.learning_rate = 0.0
@@ -276,6 +279,29 @@ def test_init_from_another_verifiers_drafter_warns(tmp_path: Path, verifier: str
     load_checkpoint(tmp_path / "second" / "best", tiny.verifier())
     for line in lines(tmp_path / "second", "validation"):
         assert line["validation"]["conditional"] == first["validation"]["conditional"]
+
+
+def test_a_drafter_to_start_from_makes_room_for_the_tokens_of_the_data(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    run(recipe(tmp_path, verifier))
+    before = load_checkpoint(tmp_path / "run" / "best", tiny.verifier())
+    new = [i for i in range(64) if i not in before.draft_ids][:5]
+    counts = torch.zeros(64).index_fill(0, torch.tensor(new), 3.0)
+    counts[before.draft_ids[-4:]] = 9.0
+    best = str(tmp_path / "run" / "best")
+    after = initial_drafter(best, "eagle3", tiny.verifier(), LossConfig(), counts)
+    assert "5 ids of its draft vocabulary make room" in capsys.readouterr().out
+    assert len(after.draft_ids) == 32 and set(new) <= set(after.draft_ids.tolist())
+    head = after.verifier.head.weight
+    for row, token in enumerate(after.draft_ids.tolist()):
+        if token in new:
+            assert torch.equal(after.lm_head.weight[row], head[token])
+        else:
+            at = before.draft_ids.tolist().index(token)
+            assert torch.equal(after.lm_head.weight[row], before.lm_head.weight[at])
+    for name, weight in after.named_parameters():
+        assert name == "lm_head.weight" or torch.equal(weight, before.get_parameter(name))
 
 
 def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:

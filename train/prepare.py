@@ -14,6 +14,7 @@ from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
+from headstart.models import vocab
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth, made_for
 from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
@@ -113,9 +114,12 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
 
 
 def initial_drafter(
-    folder: str, kind: str, verifier: Verifier, loss: LossConfig
+    folder: str, kind: str, verifier: Verifier, loss: LossConfig, token_counts: Tensor
 ) -> TrainableDrafter:
     """A trained drafter to start from, perhaps another verifier's.
+
+    Its draft vocabulary makes room for the tokens of the data: what it cannot draft, no training
+    mends.
 
     Raises:
         ValueError: none there, or one of another type than this script trains.
@@ -135,6 +139,11 @@ def initial_drafter(
         )
     drafter.config.headstart |= made_for(verifier, kind)  # it drafts for this one now
     drafter.loss = loss
+    if drafter.draft_ids is not None and kind != "draft_lm":  # whose ids are only those it has
+        new_ids = vocab.adapt(drafter.draft_ids.cpu(), token_counts, verifier)
+        before, drafter = drafter.draft_ids.cpu(), drafter.with_vocabulary(new_ids)
+        added = len(new_ids) - int(torch.isin(new_ids, before).sum())
+        print(f"init_from: {added} ids of its draft vocabulary make room for others of the data")
     return drafter
 
 

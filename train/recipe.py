@@ -32,7 +32,8 @@ class CommonRecipe:
     """float32 or bfloat16; auto: bfloat16 where training's mixed precision is bf16."""
     loss: LossConfig = field(default_factory=LossConfig)
     init_from: str | None = None
-    """Folder of a trained drafter to start from; its shape replaces `drafter`."""
+    """Folder of a trained drafter to start from; its shape replaces `drafter`. Ids that the data
+    needs enter its draft vocabulary."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -68,7 +69,9 @@ def train(
         drafter.loss = recipe.loss
         accelerator.print(f"resuming from {resumed.folder}")
     elif recipe.init_from is not None:
-        drafter = prepare.initial_drafter(recipe.init_from, kind, verifier, recipe.loss)
+        drafter = prepare.initial_drafter(
+            recipe.init_from, kind, verifier, recipe.loss, data.token_counts
+        )
     else:
         drafter = create(verifier, data)
     prepare.check_depths(drafter, training.draft_length, recipe.loss)
