@@ -16,6 +16,7 @@ from headstart.eval import acceptance, report
 from headstart.eval.acceptance import Acceptance, RunSettings
 from headstart.eval.trial import pick
 from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.joint import JointConfig, JointModel
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.verifier import Verifier
@@ -93,7 +94,7 @@ def test_the_report_has_the_keys_of_its_schema(written):
     assert set(result) == {"schema", "drafter", "verifier", "runs", "speed", "provenance"}
     assert result["schema"] == 1
     assert set(result["drafter"]) == {"type", "path", "parameters", "fingerprint"}
-    assert set(result["verifier"]) == {"name", "fingerprint"}
+    assert set(result["verifier"]) == {"name", "fingerprint", "quality"}
     for entry in result["runs"]:
         assert set(entry) == {
             "settings", "overall", "categories", "lossless", "replay", "decoding_seconds",
@@ -535,3 +536,35 @@ def test_one_timed_prompt_has_no_interval():
     }
     rest = {"predicted": 1.1, "cost_ratio": 0.1, "verify_overhead": 0.1, "acceptance_length": 1.3}
     assert "1.20 [–, –]" in report.speed_table([row | rest])
+
+
+# ---- a verifier that was trained with its drafter ----------------------------------------------
+
+
+def test_a_tuned_verifier_is_compared_with_the_original_and_replays_its_own_texts(
+    workplace, tmp_path, capsys
+):
+    verifier = Verifier.load(str(workplace / "verifier"))
+    torch.manual_seed(0)
+    drafter = Medusa.create(verifier, MedusaConfig(), LossConfig(num_steps=4), torch.ones(64))
+    model = JointModel(drafter, JointConfig(rank=2))
+    with torch.no_grad():
+        for weight in model.adapter:
+            weight.normal_(0, 0.1)
+    model.save(tmp_path / "joint")
+    changes = {"drafter": str(tmp_path / "joint"), "speed_prompts": 1}
+    result, text = report_of(workplace, tmp_path / "report", **changes)
+    tuned, quality = result["verifier"], result["verifier"]["quality"]
+    assert "tuned by" in tuned["name"] and tuned["fingerprint"] != verifier.fingerprint()
+    assert quality["kl"] > 0.02 and quality["tokens"] > 10
+    for said in (text, capsys.readouterr().out):
+        assert "WARNING: quality moved" in said
+        assert "lossless means the tuned verifier's own" in said
+    for entry in result["runs"]:
+        if entry["replay"] is not None:
+            # the answers in the data are the original's: only its own texts are replayed
+            assert entry["replay"]["all"]["prompts"] == entry["overall"]["prompts"]
+            if entry["settings"]["temperature"] == 0:
+                same = entry["replay"]["same_prompts"]["acceptance_length"]
+                assert same["value"] == entry["overall"]["acceptance_length"]["value"]
+                assert entry["lossless"]["different"] == 0
