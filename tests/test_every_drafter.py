@@ -8,14 +8,14 @@ from functools import cache
 
 import pytest
 import torch
-from test_speculate import PROMPTS, endless, plain
+from test_speculate import PROMPT, PROMPTS, ROWS, WIDTH, endless, exact_law, plain, small
 from tiny import FAMILIES, tokenizer
 from tiny import verifier as tiny_verifier
 
 from headstart.data.render import render_all
-from headstart.eval.losslessness import compare
+from headstart.eval.losslessness import chi_square, compare
 from headstart.eval.speculate import generate
-from headstart.eval.trial import pick, prompt_of
+from headstart.eval.trial import drafting_for, pick, prompt_of
 from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.eagle1 import Eagle1, Eagle1Config
@@ -35,10 +35,16 @@ SHAPES = {"chain": chain(4), "static": cartesian(3, 2, 1), "dynamic": Dynamic(4,
 FAMILY_NAMES = sorted(FAMILIES)
 
 
+def some_of(verifier: Verifier) -> int:
+    """Size of a draft vocabulary that lacks some of the verifier's."""
+    return verifier.vocab_size * 3 // 4 + 1
+
+
 def eagle3(verifier: Verifier) -> Eagle3:
     """Its answers are mostly wrong, as its weights are random; some draft ids are missing."""
     torch.manual_seed(1)
-    config = Eagle3Config((1, 2, verifier.num_layers), draft_vocab_size=48, init="random")
+    layers = tuple(sorted({1, 2, verifier.num_layers}))
+    config = Eagle3Config(layers, draft_vocab_size=some_of(verifier), init="random")
     drafter = Eagle3.create(verifier, config, LossConfig(), torch.arange(verifier.vocab_size))
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -63,11 +69,12 @@ def half(verifier: Verifier) -> DraftLM:
 
 
 def heads(
-    kind: type[HeadsDrafter], verifier: Verifier, shared: bool, vocab: int | None = 48
+    kind: type[HeadsDrafter], verifier: Verifier, shared: bool, vocab: int | None = 0
 ) -> HeadsDrafter:
     """Four heads; their answers are mostly wrong, as their weights are random."""
     torch.manual_seed(1)
-    config = HeadsConfig(num_layers=2, shared_projection=shared, draft_vocab_size=vocab)
+    size = some_of(verifier) if vocab == 0 else vocab
+    config = HeadsConfig(num_layers=2, shared_projection=shared, draft_vocab_size=size)
     drafter = kind.create(
         verifier, config, LossConfig(num_steps=4), torch.arange(verifier.vocab_size)
     )
@@ -155,6 +162,33 @@ def test_greedy_output_of_the_embedded_verifier(name, shape):
         (alone,) = generate(model, drafter, [prompt], shape=SHAPES[shape], **settings)
         for text in (got.tokens, alone.tokens):
             assert compare(model, prompt, expected.tokens, text) != "different"
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        *((name, chain(3)) for name in DRAFTERS),
+        *((name, cartesian(2, 2)) for name in TRAINABLE),
+        ("eagle3", Dynamic(3, 2, 6)),
+    ],
+    ids=str,
+)
+def test_joint_law_of_three_tokens_is_the_verifiers(name, shape):
+    """20,000 texts through the real loop, sampled drafts where the shape allows."""
+    model = small()
+    sampling = Sampling(1.3, top_p=0.9)
+    drafting = drafting_for(shape, Drafting(True, Sampling(0.7)))
+    texts = torch.full((ROWS, 3), WIDTH)
+    outputs = generate(
+        model, DRAFTERS[name](model), [PROMPT] * ROWS, shape=shape, sampling=sampling,
+        drafting=drafting, max_new_tokens=4, seed=1,
+    )  # fmt: skip
+    for row, got in enumerate(outputs):
+        texts[row, : len(got.tokens[:3])] = torch.tensor(got.tokens[:3])
+    cells = (texts * torch.tensor([49, 7, 1])).sum(1)
+    law = exact_law(model, sampling).flatten()
+    assert chi_square(cells.bincount(minlength=343), law).p_value > 0.001
+    assert sum(sum(got.drafted) for got in outputs) > 0
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
