@@ -41,8 +41,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
+# One thread each: of tiny models, more would wait for each other.
 test: environment
-	$(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: environment
 	$(OFFLINE) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
