@@ -148,9 +148,14 @@ def initial_drafter(
 
 
 def check_depths(drafter: TrainableDrafter, draft_length: int, loss: LossConfig) -> None:
-    """Raise a ValueError for more steps than the drafter has."""
+    """Raise a ValueError for more steps than the drafter has, or fewer: heads without training."""
     check_depth(drafter, draft_length, "training.draft_length")
     check_depth(drafter, loss.num_steps, "loss.num_steps")
+    if drafter.max_depth is not None and loss.num_steps < drafter.max_depth:
+        raise ValueError(
+            f"loss.num_steps is {loss.num_steps}, but this drafter has {drafter.max_depth} heads, "
+            f"which would not all be trained; pass {drafter.max_depth}"
+        )
 
 
 def make_loader(
