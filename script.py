@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
@@ -26,6 +27,7 @@ def run_script(settings_class: type[Settings], run: Callable[[Settings], Any]) -
     Arguments apply in order, so `--config` comes first. `--print_config` shows the resolved
     settings. A ValueError is the user's to mend: it ends the program with one line and code 2.
     """
+    warnings.formatwarning = _warning_line
     try:
         settings = parse(settings_class, sys.argv[1:])
         _use_all_cores()
@@ -96,8 +98,15 @@ def options(text: str, config_class: type[Settings]) -> Settings:
     return config_class(**values)
 
 
+def _warning_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    # of a section that may be left out, only what is wrong with it
+    union = re.search(r"Errors: - ([\w.]+ must .+?) - Expected a <class 'NoneType'>", message)
+    return union[1] if union else message
 
 
 def _explained(message: str, settings_class: type, words: list[str]) -> str:

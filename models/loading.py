@@ -166,8 +166,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
                 f"drafter {str(folder)!r} is a link that leads nowhere; copy a checkpoint with "
                 "cp -rL, which follows links"
             ) from error
+        found = "no readable config.json with a headstart entry"
+        found = found if Path(folder).exists() else "no such folder"
         raise ValueError(
-            f"drafter {str(folder)!r} is not a checkpoint of headstart: no readable config.json "
-            "with a headstart entry; pass the folder of a checkpoint, such as outputs/run/best"
+            f"drafter {str(folder)!r} is not a checkpoint of headstart: {found}; pass the folder "
+            "of a checkpoint, such as outputs/run/best"
         ) from error
     return config

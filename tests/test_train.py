@@ -376,3 +376,34 @@ def test_tiny_recipe_is_one_of_the_scripts(tmp_path: Path) -> None:
         )
     saved = yaml.safe_load(Path("recipes/eagle3/tiny.yaml").read_text())
     assert saved["verifier"] == parsed.verifier
+
+
+def test_a_run_is_resumed_by_its_own_script_alone(tmp_path: Path, verifier: str) -> None:
+    settings = recipe(tmp_path, verifier, "hydra_heads")
+    run(settings)
+    other = recipe(tmp_path, verifier, "medusa", resume=True, max_steps=5)
+    other.drafter = MedusaConfig(**asdict(settings.drafter))
+    with pytest.raises(ValueError, match=r"training.resume: .* of type hydra_heads, this script"):
+        run(other)
+
+
+@pytest.mark.parametrize(
+    "first, second", [(None, JointConfig(rank=2)), (JointConfig(rank=2), None)]
+)
+def test_a_run_is_resumed_with_its_verifier_trained_or_not_as_before(
+    tmp_path: Path, verifier: str, first: JointConfig | None, second: JointConfig | None
+) -> None:
+    settings = recipe(tmp_path, verifier, "medusa")
+    settings.joint = first
+    run(settings)
+    settings.joint, settings.training.resume, settings.training.max_steps = second, True, 5
+    with pytest.raises(ValueError, match=r"was made with joint(\.\w+)? = .*, now it is"):
+        run(settings)
+
+
+def test_a_wrong_setting_of_a_section_that_may_be_left_out_is_one_clear_line(capsys) -> None:
+    words = ["medusa.py", "--config", "recipes/medusa/tiny.yaml", "--joint.warmup", "1.5"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(sys, "argv", words)
+        run_script(medusa.Recipe, medusa.run)
+    assert capsys.readouterr().err == "error: joint.warmup must be in [0, 1), got 1.5\n"

@@ -219,9 +219,14 @@ def check_same(saved: Saved, recipe: dict[str, Any]) -> None:
     for name, value in now.items():
         section = name.split(".")[0]
         fixed = name not in _MAY_CHANGE and section != "tracking"
-        if fixed and name in before and before[name] != value:
+        then = before.get(name, value)
+        if name == section and name not in before:  # a section that is left out now
+            then = {n: v for n, v in before.items() if n.startswith(f"{name}.")} or value
+        elif name != section and section in before:  # one that was left out then
+            then = before[section]
+        if fixed and then != value:
             raise ValueError(
-                f"{saved.folder} was made with {name} = {before[name]!r}, now it is {value!r}; "
+                f"{saved.folder} was made with {name} = {then!r}, now it is {value!r}; "
                 "resume with the same settings, or begin a new run in another "
                 f"--training.output_dir (--init_from {saved.folder} starts from this drafter)"
             )

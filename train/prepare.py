@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,16 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
     return torch.tensor(supervised).bincount(minlength=vocab_size)
 
 
+def check_kind(folder: str | Path, kind: str, field: str) -> None:
+    """Raise a ValueError for a checkpoint of another type than the script trains."""
+    found = read_config(folder)["headstart"]["type"]
+    if found != kind:
+        raise ValueError(
+            f"{field}: {folder} is a drafter of type {found}, this script trains {kind}; use "
+            f"train/{found}.py"
+        )
+
+
 def initial_drafter(
     folder: str, kind: str, verifier: Verifier, loss: LossConfig, token_counts: Tensor
 ) -> TrainableDrafter:
@@ -124,12 +135,8 @@ def initial_drafter(
     Raises:
         ValueError: none there, or one of another type than this script trains.
     """
+    check_kind(folder, kind, "init_from")
     before = read_config(folder)["headstart"]
-    if before["type"] != kind:
-        raise ValueError(
-            f"init_from: {folder} is a drafter of type {before['type']}, this script trains "
-            f"{kind}; use train/{before['type']}.py"
-        )
     drafter = load_checkpoint(folder, verifier, allow_verifier=True)
     if before["fingerprint"] != verifier.fingerprint():
         warnings.warn(

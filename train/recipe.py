@@ -65,6 +65,7 @@ def train(
     verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
+        prepare.check_kind(resumed.folder, kind, "training.resume")
         drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)
         drafter.loss = recipe.loss
         accelerator.print(f"resuming from {resumed.folder}")
