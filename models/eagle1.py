@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.models import losses
 from headstart.models.drafter import (
@@ -31,11 +31,9 @@ from headstart.models.drafter import (
     supervised,
 )
 from headstart.models.feature_drafter import (
-    Attention,
     DraftLayer,
     FeatureDrafter,
     check_init,
-    copy_last_layer,
     llama_config,
 )
 from headstart.models.losses import LossConfig
@@ -64,20 +62,10 @@ class Eagle1Config:
 class Layer(DraftLayer):
     """Decoder layer without a norm before its attention."""
 
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
-
     def project(
         self, embedded: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
         return self.self_attn.project(residual, rotary)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle1(FeatureDrafter):
@@ -93,7 +81,7 @@ class Eagle1(FeatureDrafter):
         self.noise = config.headstart["noise"]
         self.token_weight = config.headstart["token_weight"]
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Layer(config)])
+        self.layers = nn.ModuleList([Layer(config, config.hidden_size)])
         self.rotary = LlamaRotaryEmbedding(config)
         self.to(verifier.device)
 
@@ -110,16 +98,6 @@ class Eagle1(FeatureDrafter):
         drafter = cls(saved, verifier, loss)
         drafter.initialise(config.init)
         return drafter
-
-    @torch.no_grad()
-    def initialise(self, init: str) -> None:
-        """Small random weights; with "verifier", its last layer, and fc passes f_t through."""
-        for weight in self.parameters():
-            if weight.dim() == 2:
-                nn.init.normal_(weight, std=0.02)
-        if init == "verifier" and copy_last_layer(self.verifier, self.layer, 1):
-            width = self.config.hidden_size
-            self.fc.weight[:, width:].add_(torch.eye(width, device=self.fc.weight.device))
 
     # ---- one step ----------------------------------------------------------------------------
 

@@ -14,16 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from headstart.models import vocab
 from headstart.models.drafter import check_shape, load_weights, made_for, read_tensors
 from headstart.models.feature_drafter import (
-    Attention,
     DraftLayer,
     FeatureDrafter,
     check_init,
-    copy_last_layer,
     llama_config,
 )
 from headstart.models.losses import LossConfig
@@ -86,23 +84,16 @@ class Layer(DraftLayer):
     """Decoder layer: attention on [norm(E(x)); norm(f)], residual f."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, 2 * width)
         self.input_layernorm = LlamaRMSNorm(width, eps)
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        self.self_attn = Attention(config, 2 * width)
-        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
-        self.mlp = LlamaMLP(config)
 
     def project(
         self, embedded: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
         inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(residual)], dim=-1)
         return self.self_attn.project(inputs, rotary)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(FeatureDrafter):
@@ -151,28 +142,19 @@ class Eagle3(FeatureDrafter):
         return drafter
 
     @torch.no_grad()
-    def initialise(self, init: str) -> None:
-        """Head rows from the verifier; with "verifier", its last layer and final norm too.
-
-        The copied layer's weights act on the feature half, small random ones on the embedding
-        half, and fc passes the highest feature through, so that training starts near a layer that
-        already turns a late residual stream into the last one.
-        """
-        verifier = self.verifier
-        for weight in self.parameters():
-            if weight.dim() == 2:
-                nn.init.normal_(weight, std=0.02)
+    def initialise(self, init: str) -> bool:
+        """Head rows from the verifier too, and with its last layer its final norm."""
+        copied, verifier = super().initialise(init), self.verifier
         rows = verifier.head.weight.float()
         self.lm_head.weight.copy_(rows if self.draft_ids is None else rows[self.draft_ids])
-        if init == "random" or not copy_last_layer(verifier, self.midlayer, 2):
-            return
-        width = self.config.hidden_size
-        self.fc.weight[:, -width:].add_(torch.eye(width, device=self.fc.weight.device))
+        if not copied:
+            return False
         norm = [
             m for m in verifier.decoder.children() if hasattr(m, "weight") and m.weight.dim() == 1
         ]
         if len(norm) == 1 and norm[0].weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(norm[0].weight)
+        return True
 
     @torch.no_grad()
     def with_vocabulary(self, draft_ids: Tensor) -> "Eagle3":

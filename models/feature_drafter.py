@@ -15,7 +15,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
@@ -50,15 +54,23 @@ class Attention(nn.Module):
 class DraftLayer(nn.Module, abc.ABC):
     """A decoder layer in two halves, so that training and serving put their attention between."""
 
+    def __init__(self, config: LlamaConfig, input_width: int):
+        """`input_width` is that of the attention's input."""
+        super().__init__()
+        self.self_attn = Attention(config, input_width)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
     @abc.abstractmethod
     def project(
         self, embedded: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
         """Query, key and value, [B, heads, n, D] each, of n slots whose residual is `[B, n, H]`."""
 
-    @abc.abstractmethod
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """[B, n, H] residual and [B, heads, n, D] attention output -> [B, n, H]."""
+        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class State:
@@ -71,9 +83,30 @@ class State:
 
 
 class FeatureDrafter(TrainableDrafter):
-    """A drafter whose one layer is unrolled. Subclasses set `rotary` and define the rest."""
+    """A drafter whose one layer is unrolled. Subclasses set `fc` and `rotary`, define the rest."""
 
+    fc: nn.Linear  # the last H columns of its input are the verifier's highest states
     rotary: nn.Module
+
+    @torch.no_grad()
+    def initialise(self, init: str) -> bool:
+        """Small random weights; with "verifier", its last decoder layer, where the shapes allow.
+
+        fc then passes the verifier's highest states through, and what else it reads starts small,
+        so that training starts near a layer that already turns a late residual stream into the
+        last one.
+
+        Returns:
+            whether the layer was copied.
+        """
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+        copied = init == "verifier" and copy_last_layer(self.verifier, self.layer)
+        if copied:
+            width = self.fc.weight.shape[0]
+            self.fc.weight[:, -width:].add_(torch.eye(width, device=self.fc.weight.device))
+        return copied
 
     @property
     @abc.abstractmethod
@@ -207,25 +240,23 @@ def check_init(init: str) -> None:
 
 
 @torch.no_grad()
-def copy_last_layer(verifier: Verifier, layer: DraftLayer, input_halves: int) -> bool:
+def copy_last_layer(verifier: Verifier, layer: DraftLayer) -> bool:
     """Start a draft layer from the verifier's last decoder layer, if their shapes allow.
+
+    Where the attention's input is [embedding; hidden], the copied weights act on the hidden half.
 
     Args:
         layer: its parameters are named like the verifier's. A norm that only one of the two has is
             left out.
-        input_halves: 2 where the attention's input is [embedding; hidden]: the copied weights then
-            act on the hidden half.
 
     Returns:
         whether it was copied; if not, that is printed.
     """
     source = dict(verifier.layers[-1].named_parameters())
-    target = dict(layer.named_parameters())
-    width = verifier.hidden_size
     wanted = {}
-    for name, weight in target.items():
+    for name, weight in layer.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            weight = weight[:, (input_halves - 1) * width :]
+            weight = weight[:, -verifier.hidden_size :]
         wanted[name] = weight
     norms = {"input_layernorm.weight", "hidden_norm.weight"}
     same = {n: w.shape for n, w in source.items() if n not in norms} == {
