@@ -337,6 +337,11 @@ def quality_of(verifier: Verifier, settings: Acceptance, rows: list[Row]) -> Qua
     return compare_verifiers(original, verifier, rows)
 
 
+def fingerprint_of(drafter: Drafter) -> str | None:
+    """None for lookups, which have nothing that could differ."""
+    return fingerprint(drafter) if isinstance(drafter, TrainableDrafter) else None
+
+
 def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[str, Any]:
     """The report's content, printed as it grows."""
     check(drafter, settings)
@@ -361,7 +366,7 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
             "type": loading.kind_of(drafter),
             "path": settings.drafter,
             "parameters": sum(p.numel() for p in drafter.parameters()) if trainable else 0,
-            "fingerprint": fingerprint(drafter) if trainable else None,
+            "fingerprint": fingerprint_of(drafter),
         },
         "verifier": {
             "name": verifier.name,

@@ -17,12 +17,12 @@ from typing import Any
 
 from headstart.data.render import Row
 from headstart.eval import acceptance, report, side_by_side
-from headstart.eval.acceptance import Acceptance, Measurement, RunSettings
+from headstart.eval.acceptance import Acceptance, Measurement, RunSettings, fingerprint_of
 from headstart.eval.replay import turns
 from headstart.eval.side_by_side import Compared
 from headstart.eval.trial import pick
 from headstart.models import loading, trees
-from headstart.models.drafter import Drafter, TrainableDrafter, fingerprint
+from headstart.models.loading import load
 from headstart.models.verifier import Verifier
 
 _FREE = ("out", "verifier", "allow_verifier", "runs", "tree", "batch_size")
@@ -165,15 +165,6 @@ def training_tokens(folder: str) -> int | None:
 # ---- who is compared -----------------------------------------------------------------------------
 
 
-def load(name: str, verifier: Verifier, settings: Measurement) -> Drafter:
-    drafter = loading.load(name, verifier, settings.allow_verifier)
-    return drafter.eval() if isinstance(drafter, TrainableDrafter) else drafter
-
-
-def fingerprint_of(drafter: Drafter) -> str | None:
-    return fingerprint(drafter) if isinstance(drafter, TrainableDrafter) else None
-
-
 def earlier(
     name: str, label: str, wanted: Acceptance, verifier: Verifier, rows: list[list[Row]]
 ) -> Compared:
@@ -198,7 +189,10 @@ def earlier(
     drafter = result["drafter"]
     if loading.is_checkpoint(drafter["path"]):
         try:  # the checkpoint may be gone, or be another one by now
-            if fingerprint_of(load(drafter["path"], verifier, wanted)) == drafter["fingerprint"]:
+            if (
+                fingerprint_of(load(drafter["path"], verifier, wanted.allow_verifier))
+                == drafter["fingerprint"]
+            ):
                 tokens = training_tokens(drafter["path"])
         except ValueError:
             pass
@@ -214,7 +208,7 @@ def to_measure(
         ValueError: no such drafter, one of another verifier, one that cannot be measured so, or
             a report in its place that was measured otherwise.
     """
-    drafter = load(name, verifier, wanted)
+    drafter = load(name, verifier, wanted.allow_verifier)
     acceptance.check(drafter, wanted)
     path = Path(wanted.out) / "report.json"
     compared = Compared(label, name, path, training_tokens(name), None)
@@ -265,7 +259,8 @@ def run(settings: Compare) -> None:
             print(f"\n{number}: {drafter.path} of {when} is read, nothing measured again")
             continue
         print(f"\n{number}: measured now", flush=True)
-        drafter.report = acceptance.measure(one, verifier, load(one.drafter, verifier, one))
+        made = load(one.drafter, verifier, one.allow_verifier)
+        drafter.report = acceptance.measure(one, verifier, made)
         report.write(drafter.report, Path(one.out))
         print(f"wrote {drafter.path}")
     side_by_side.write(compared, settings, out)

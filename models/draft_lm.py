@@ -200,8 +200,15 @@ class DraftLM(TrainableDrafter):
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     @classmethod
-    def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "DraftLM":
-        """Read a saved drafter, in float32.
+    def load(
+        cls,
+        folder: Path,
+        config: dict,
+        verifier: Verifier,
+        loss: LossConfig,
+        dtype: str = "float32",
+    ) -> "DraftLM":
+        """Read a saved drafter.
 
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
@@ -209,7 +216,7 @@ class DraftLM(TrainableDrafter):
         target = config["headstart"]
         shape = (target["target_hidden_size"], target["target_vocab_size"])
         check_shape(folder, *shape, verifier)
-        drafter = cls(load_lm(str(folder), "float32", verifier), verifier, loss)
+        drafter = cls(load_lm(str(folder), dtype, verifier), verifier, loss)
         drafter.model.requires_grad_(True)
         return drafter
 

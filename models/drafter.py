@@ -186,8 +186,9 @@ class TrainableDrafter(Drafter, nn.Module):
 
     def with_vocabulary(self, draft_ids: Tensor) -> "TrainableDrafter":
         """This drafter with another draft vocabulary of the same size: rows of the ids that both
-        have are kept, the others begin as the verifier's. Only where `draft_ids` is not None."""
-        raise NotImplementedError
+        have are kept, the others begin as the verifier's. Itself, where it cannot have another.
+        """
+        return self
 
     def file_tensors(self) -> dict[str, Tensor]:
         """What `save` writes: the drafter's own tensors, and what else the engine needs in them."""

@@ -210,10 +210,8 @@ class HeadsDrafter(TrainableDrafter):
         wanted = config.get("truncated_vocab_size")
         if found != wanted:
             raise unreadable(folder, f"token_map has {found} ids, truncated_vocab_size is {wanted}")
-        mine = made_for(verifier, cls.kind)
-        same_verifier = config["headstart"]["fingerprint"] == mine["fingerprint"]
-        layout = cls.config_class(**(config | {"headstart": mine}))
-        drafter = cls(layout, verifier, loss, draft_ids)
+        same_verifier = config["headstart"]["fingerprint"] == verifier.fingerprint()
+        drafter = cls(cls.config_class(**config), verifier, loss, draft_ids)
         drafter.restore(folder, tensors, same_verifier)
         return drafter.to(verifier.device)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
-from headstart.models.drafter import Drafter, TrainableDrafter
+from headstart.models.drafter import Drafter, TrainableDrafter, made_for
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
 from headstart.models.hydra_heads import HydraHeads
@@ -35,7 +35,7 @@ LOOKUPS = {
 
 
 def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter:
-    """The drafter of this name.
+    """The drafter of this name, ready to draft.
 
     Args:
         name: the folder of a checkpoint that headstart saved; prompt-lookup or lookahead, options
@@ -53,18 +53,17 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
         lookup, config = LOOKUPS[kind]
         return lookup(options(name, config))
     if kind == "layers":
-        return DraftLM(cut(verifier, parse_layers(name, "drafter")), verifier, LossConfig())
-    if tunes_verifier(name):
+        layers = parse_layers(name, "drafter")
+        return DraftLM(cut(verifier, layers), verifier, LossConfig()).eval()
+    dtype = str(verifier.dtype).removeprefix("torch.")
+    if not is_checkpoint(name):
+        return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig()).eval()
+    if "adapter" in read_config(name)["headstart"]:
         raise ValueError(
             f"drafter {name!r} drafts for a verifier that was trained with it, which no other "
             "drafter shares; measure it alone, with eval/acceptance.py"
         )
-    dtype = str(verifier.dtype).removeprefix("torch.")
-    if is_checkpoint(name):
-        drafter = load_checkpoint(name, verifier, allow_verifier)
-        if not isinstance(drafter, DraftLM) or dtype == "float32":
-            return drafter
-    return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig())
+    return load_checkpoint(name, verifier, allow_verifier, dtype).eval()
 
 
 def is_checkpoint(name: str) -> bool:
@@ -100,11 +99,10 @@ def load_pair(
         )
     loaded = Verifier.load(name, dtype, device)
     if tunes_verifier(drafter):
-        made = load_checkpoint(drafter, loaded, None)  # its adapter does not go with a copy
+        made = load_checkpoint(drafter, loaded, None).eval()  # its adapter does not go with a copy
         tune(loaded, Path(drafter))
-    else:
-        made = load(drafter, loaded, allow_verifier)
-    return loaded, made.eval() if isinstance(made, TrainableDrafter) else made
+        return loaded, made
+    return loaded, load(drafter, loaded, allow_verifier)
 
 
 def tunes_verifier(name: str) -> bool:
@@ -120,34 +118,45 @@ def kind_of(drafter: Drafter) -> str:
 
 
 def load_checkpoint(
-    folder: str | Path, verifier: Verifier, allow_verifier: bool | None = False
+    folder: str | Path,
+    verifier: Verifier,
+    allow_verifier: bool | None = False,
+    dtype: str = "float32",
 ) -> TrainableDrafter:
-    """Read a drafter that headstart saved.
+    """Read a drafter that headstart saved. It drafts for this verifier from now on.
 
     Args:
         allow_verifier: accept a verifier with another fingerprint, such as a quantised copy;
             None: do not, and name no such option in the message, where there is none.
+        dtype: of a draft model; the weights of any other drafter are float32.
 
     Raises:
         ValueError: no drafter there, one that cannot be read, or one made for another verifier.
     """
     config = read_config(folder)
-    made_for = config["headstart"]
-    if not allow_verifier and made_for["fingerprint"] != verifier.fingerprint():
+    entry = config["headstart"]
+    if not allow_verifier and entry["fingerprint"] != verifier.fingerprint():
         hint = (
             "" if allow_verifier is None else ", or --allow_verifier true for a copy of the model"
         )
         raise ValueError(
-            f"drafter {str(folder)!r} was trained for {made_for['verifier']} (fingerprint "
-            f"{made_for['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
+            f"drafter {str(folder)!r} was trained for {entry['verifier']} (fingerprint "
+            f"{entry['fingerprint']}), the verifier is {verifier.name} ({verifier.fingerprint()}"
             f"); pass its own verifier{hint}"
         )
-    if made_for["type"] not in CLASSES:
+    if entry["type"] not in CLASSES:
         raise ValueError(
-            f"drafter {str(folder)!r} has type {made_for['type']!r}; this version of headstart "
+            f"drafter {str(folder)!r} has type {entry['type']!r}; this version of headstart "
             f"knows {', '.join(CLASSES)}"
         )
-    return CLASSES[made_for["type"]].load(Path(folder), config, verifier, LossConfig())
+    arguments = (Path(folder), config, verifier, LossConfig())
+    if entry["type"] == "draft_lm":
+        return DraftLM.load(*arguments, dtype)
+    drafter = CLASSES[entry["type"]].load(*arguments)
+    # an adapter is its old verifier's; whoever trains on with one says so again
+    kept = {key: value for key, value in entry.items() if key != "adapter"}
+    drafter.config.headstart = kept | made_for(verifier, entry["type"])
+    return drafter
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

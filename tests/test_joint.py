@@ -19,6 +19,7 @@ from headstart.models.loading import load, load_pair
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.verifier import Verifier
+from headstart.train.prepare import initial_drafter
 
 LOSS = LossConfig(num_steps=2)
 
@@ -248,3 +249,12 @@ def test_the_config_says_that_the_verifier_was_tuned(saved):
     config = json.loads((folder / "drafter" / "config.json").read_text())
     assert config["headstart"]["adapter"] == ADAPTER
     assert config["headstart"]["fingerprint"] == tiny.verifier().fingerprint()
+
+
+def test_a_drafter_to_start_from_leaves_the_adapter_of_its_old_verifier_behind(saved, tmp_path):
+    folder, _ = saved
+    start = str(folder / "drafter")
+    counts = torch.ones(64)
+    drafter = initial_drafter(start, "medusa", tiny.verifier(), LOSS, counts)
+    drafter.save(tmp_path / "again")
+    load(str(tmp_path / "again"), tiny.verifier())

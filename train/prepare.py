@@ -16,7 +16,7 @@ from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
 from headstart.models import vocab
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth, made_for
+from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth
 from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
@@ -136,20 +136,19 @@ def initial_drafter(
         ValueError: none there, or one of another type than this script trains.
     """
     check_kind(folder, kind, "init_from")
-    before = read_config(folder)["headstart"]
+    made = read_config(folder)["headstart"]
     drafter = load_checkpoint(folder, verifier, allow_verifier=True)
-    if before["fingerprint"] != verifier.fingerprint():
+    if made["fingerprint"] != verifier.fingerprint():
         warnings.warn(
-            f"init_from: {folder} was trained for {before['verifier']}, which is not this "
+            f"init_from: {folder} was trained for {made['verifier']}, which is not this "
             f"{verifier.name}; its acceptance starts lower",
             stacklevel=2,
         )
-    drafter.config.headstart |= made_for(verifier, kind)  # it drafts for this one now
     drafter.loss = loss
-    if drafter.draft_ids is not None and kind != "draft_lm":  # whose ids are only those it has
-        new_ids = vocab.adapt(drafter.draft_ids.cpu(), token_counts, verifier)
-        before, drafter = drafter.draft_ids.cpu(), drafter.with_vocabulary(new_ids)
-        added = len(new_ids) - int(torch.isin(new_ids, before).sum())
+    before = drafter.draft_ids
+    if before is not None:
+        drafter = drafter.with_vocabulary(vocab.adapt(before.cpu(), token_counts, verifier))
+        added = int((~torch.isin(drafter.draft_ids, before)).sum())
         print(f"init_from: {added} ids of its draft vocabulary make room for others of the data")
     return drafter
 

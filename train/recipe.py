@@ -61,11 +61,12 @@ def train(
     )
     checkpoints = Checkpoints(training.output_dir, training.keep_last, resolved)
     resumed = checkpoints.open(training.resume)
+    if resumed is not None:
+        prepare.check_kind(resumed.folder, kind, "training.resume")
 
     verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
-        prepare.check_kind(resumed.folder, kind, "training.resume")
         drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)
         drafter.loss = recipe.loss
         accelerator.print(f"resuming from {resumed.folder}")
@@ -89,12 +90,10 @@ def train(
     if joint is not None:
         model = JointModel(drafter, joint, resumed and resumed.folder / ADAPTER)
         featurize = model.original(featurize)
-        validating = Featurizer(
-            verifier, drafter.feature_layers
-        )  # of the verifier as it is by then
+        # of the verifier as it is by then: its states cannot be kept
+        validating = Featurizer(verifier, drafter.feature_layers)
     elif rewrite is not None:
         featurize = rewrite(drafter, featurize)
-    validate = prepare.make_validation(
-        data, drafter, validating, training.draft_length, accelerator
-    )
+    length = training.draft_length
+    validate = prepare.make_validation(data, drafter, validating, length, accelerator)
     fit(model, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)
