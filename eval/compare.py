@@ -136,7 +136,7 @@ def differences(
         for field in fields(RunSettings):
             name = f"runs[{i}].{field.name}"
             pairs.append((name, getattr(its, field.name), getattr(ours, field.name)))
-    for one, read, (chain, *_) in zip(made.runs, rows, side_by_side.by_law(result), strict=False):
+    for one, read, (chain, *_) in zip(made.runs, rows, report.by_law(result), strict=False):
         # the same file may have been another one then
         decoded = len({row.id for row in pick(read, wanted.decode_prompts)})
         pairs.append((f"{one.data}: prompts decoded", chain["overall"]["prompts"], decoded))

@@ -133,14 +133,11 @@ def law_title(entry: dict[str, Any]) -> str:
     return title
 
 
-def laws(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The entries by law: each chain, with the tree that was measured under the same."""
-    grouped: list[list[dict[str, Any]]] = []
-    for entry in runs:
-        if entry["settings"]["shape"] == "chain":
-            grouped.append([])
-        grouped[-1].append(entry)
-    return grouped
+def by_law(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The entries of a report's `runs`, for each law: the chain's, and the tree's if it has one."""
+    entries = result["runs"]
+    each = len(entries) // len(result["provenance"]["recipe"]["runs"])
+    return [entries[i : i + each] for i in range(0, len(entries), each)]
 
 
 def law_table(entries: list[dict[str, Any]]) -> str:
@@ -294,7 +291,7 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
     ]
     if verifier["quality"] is not None:
         parts.append(Quality(**verifier["quality"]).line())
-    for entries in laws(result["runs"]):
+    for entries in by_law(result):
         parts += [f"## {law_title(entries[0])}", law_text(entries)]
     if result["speed"]:
         title = f"## {speed_title(result['speed'])}"
@@ -307,6 +304,14 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
         "bootstrap over prompts.",
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def errors(values: list[float], measured: list[dict[str, Any]]) -> list[list[float]]:
+    """Lengths of the error bars; of few prompts, a bootstrap interval need not hold its value."""
+    pairs = list(zip(values, measured, strict=True))
+    below = [max(v - (m["low"] or v), 0) for v, m in pairs]
+    above = [max((m["high"] or v) - v, 0) for v, m in pairs]
+    return [below, above]
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -330,11 +335,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         named = [*categories.items(), ("all", everything)]
         lengths = [m["acceptance_length"] for _, m in named]
         values = [m["value"] or 1.0 for m in lengths]
-        # of few prompts, a bootstrap interval need not hold the value
-        below = [max(v - (m["low"] or v), 0) for v, m in zip(values, lengths, strict=True)]
-        above = [max((m["high"] or v) - v, 0) for v, m in zip(values, lengths, strict=True)]
         at = [k + i * shift for k in range(len(named))]
-        axes[1].bar(at, values, shift, yerr=[below, above], capsize=2, label=label)
+        axes[1].bar(at, values, shift, yerr=errors(values, lengths), capsize=2, label=label)
         axes[1].set_xticks(range(len(named)), [n for n, _ in named], rotation=40, ha="right")
     exact = "" if all(entry["settings"]["acceptance"] == "exact" for entry in runs) else "exact "
     source = f"{exact}chains by replay" if any(entry["replay"] for entry in runs) else "decoding"
@@ -359,10 +361,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes[2].errorbar(
                 bars[0].get_x() + width / 2,
                 values[0],
-                [
-                    [max(values[0] - (s["low"] or values[0]), 0)],
-                    [max((s["high"] or values[0]) - values[0], 0)],
-                ],
+                errors(values[:1], [s]),
                 color="black",
                 capsize=2,
             )

@@ -24,13 +24,6 @@ class Compared:
     """None until it is measured."""
 
 
-def by_law(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The entries of a report's `runs`, for each law: the chain's, and the tree's if it has one."""
-    entries = result["runs"]
-    each = len(entries) // len(result["provenance"]["recipe"]["runs"])
-    return [entries[i : i + each] for i in range(0, len(entries), each)]
-
-
 def main_law(runs: list[RunSettings]) -> int:
     """The law that drafters are ordered by: the first greedy one, else the first."""
     return next((i for i, run in enumerate(runs) if run.temperature == 0), 0)
@@ -54,7 +47,7 @@ def measures(entry: dict[str, Any]) -> dict[str, Any]:
 def row_of(compared: Compared, tree: str | None) -> dict[str, Any]:
     """What the comparison says of one drafter; of the tree only if one is compared."""
     result = compared.report
-    laws = [entries[: 1 if tree is None else 2] for entries in by_law(result)]
+    laws = [entries[: 1 if tree is None else 2] for entries in report.by_law(result)]
     verdicts = [e["lossless"] for entries in laws for e in entries if e["lossless"] is not None]
     chains = [entry for entry in result["speed"] if entry["shape"] == "chain"]
     speed = chains if tree is None else result["speed"]
@@ -221,14 +214,6 @@ def notes() -> str:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def errors(values: list[float], measured: list[dict[str, Any]]) -> list[list[float]]:
-    """Lengths of the error bars; of few prompts, an interval need not hold its value."""
-    pairs = list(zip(values, measured, strict=True))
-    below = [max(v - (m["low"] or v), 0) for v, m in pairs]
-    above = [max((m["high"] or v) - v, 0) for v, m in pairs]
-    return [below, above]
-
-
 def plot(rows: list[dict[str, Any]], settings: Measurement, path: Path) -> None:
     """τ of chain and tree at the main law; measured speedup by draft length."""
     import matplotlib
@@ -250,7 +235,7 @@ def plot(rows: list[dict[str, Any]], settings: Measurement, path: Path) -> None:
             [k + i * width for k, _ in shown],
             values,
             width,
-            yerr=errors(values, lengths),
+            yerr=report.errors(values, lengths),
             capsize=3,
             label=f"chain of {settings.draft_length}"
             if kind == "chain"
@@ -270,7 +255,7 @@ def plot(rows: list[dict[str, Any]], settings: Measurement, path: Path) -> None:
             (k, s) for k, row in enumerate(rows) for s in row["speed"] if speed_kind(s) == kind
         ]
         values = [s["measured"] for _, s in found]
-        yerr = errors(values, [s for _, s in found])
+        yerr = report.errors(values, [s for _, s in found])
         at = [k + i * width for k, _ in found]
         axes[1].bar(at, values, width, yerr=yerr, capsize=3, label=kind)
     middle = [k + (len(kinds) - 1) * width / 2 for k in range(len(rows))]
