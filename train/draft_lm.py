@@ -6,17 +6,18 @@
 Writes what train/eagle3.py writes; a checkpoint is an ordinary model's folder.
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headstart.data.collate import Featurizer
-from headstart.models.cache import HOLE
+from headstart.eval.speculate import generate
 from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import Batch
 from headstart.models.losses import LossConfig
+from headstart.models.sampling import Sampling
 from headstart.script import run_script
 from headstart.train.recipe import CommonRecipe, Featurize, train
 
@@ -80,33 +81,36 @@ class OnPolicy:
         written = self.write(prefixes, max(end - first for _, first, end in places))
         ids = ids.clone()
         for (row, first, end), text in zip(places, written, strict=True):
-            ids[row, first:end] = text[: end - first]
+            text = text[: end - first]
+            ids[row, first : first + len(text)] = text
         return {**batch, "input_ids": ids.to(batch["input_ids"].device)}
 
     def write(self, prefixes: list[Tensor], count: int) -> Tensor:
-        """`count` tokens after each prefix, drawn from the drafter, no terminator among them."""
-        drafter, lm = self.drafter, self.drafter.lm
-        lengths = torch.tensor([len(prefix) for prefix in prefixes])
-        ids = pad_sequence(prefixes, batch_first=True).clamp(max=lm.vocab_size - 1)
-        slots = torch.arange(ids.shape[1])
-        positions = slots.expand_as(ids).masked_fill(slots >= lengths[:, None], HOLE)
-        cache = lm.new_cache(len(prefixes))
+        """`count` tokens after each prefix, drawn from the drafter, no terminator among them; fewer
+        where the longest of them would not fit its context."""
+        drafter = self.drafter
+        writer = copy.copy(drafter.lm)
+        writer.terminator_ids = ()
         forbidden = [t for t in drafter.verifier.terminator_ids if t < drafter.width]
+        forbidden = torch.tensor(forbidden, dtype=torch.long, device=writer.device)
+        writer.logits = lambda hidden: drafter.logits(hidden, 0).index_fill(
+            -1, forbidden, -torch.inf
+        )
+        room = writer.context_length - max(map(len, prefixes))
         training = drafter.training
         drafter.eval()
-        hidden = lm.states(ids.to(lm.device), (), positions.to(lm.device), cache=cache).last_hidden
-        hidden = hidden[torch.arange(len(prefixes)), lengths - 1]
-        tokens = []
-        for number in range(count):
-            logits = drafter.logits(hidden, 0).float()
-            logits[:, forbidden] = -torch.inf
-            tokens.append(torch.multinomial(logits.softmax(-1).cpu(), 1))  # as resumed: by the CPU
-            at = (lengths + number)[:, None].to(lm.device)
-            at = at.clamp(max=lm.context_length - 1)  # of a text that is long enough already
-            states = lm.states(tokens[-1].to(lm.device), (), at, cache=cache)
-            hidden = states.last_hidden[:, 0]
+        written = generate(
+            writer,
+            None,
+            [prefix.clamp(max=writer.vocab_size - 1).tolist() for prefix in prefixes],
+            shape=None,
+            sampling=Sampling(1.0),
+            drafting=None,
+            max_new_tokens=min(count, room),
+            seed=int(torch.randint(2**31, ())),  # of the generator that a checkpoint restores
+        )
         drafter.train(training)
-        return torch.cat(tokens, 1)
+        return torch.tensor([text.tokens for text in written])
 
 
 def run(recipe: Recipe) -> None:
