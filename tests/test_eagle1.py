@@ -1,21 +1,19 @@
 """EAGLE-1: its equations and its loss by hand, noise, serving = training, checkpoints."""
 
 import json
-import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_eagle3 import ROUNDS, SAMPLED, Serving, batch_of, close, rms, rotated, texts
+from served import Serving, close, texts
+from test_eagle3 import ROUNDS, batch_of, by_hand, double, made_loud
 from tiny import verifier as tiny_verifier
 from torch import Tensor
-from torch.nn.functional import silu
 
 from headstart.models.drafter import fingerprint
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
-from headstart.models.sampling import RowRandom
 from headstart.models.trees import static
 
 VERIFIER = tiny_verifier()
@@ -26,61 +24,26 @@ def make(verifier=VERIFIER, **settings) -> Eagle1:
 
 
 def loud(**settings) -> Eagle1:
-    """Weights large enough that every one of them shows in the output, norms included."""
-    drafter = make(**settings)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, 1.2 / weight.shape[1] ** 0.5)
-            else:
-                weight.uniform_(0.5, 1.5)
-    return drafter.eval()
+    return made_loud(make(**settings)).eval()
 
 
-def by_hand(drafter: Eagle1, ids: list[int], last_hidden: Tensor, steps: int) -> list[list[Tensor]]:
-    """Output of every slot and step of one text, one slot at a time, in float64."""
-    w = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
-    embedding = drafter.verifier.model.get_input_embeddings().weight.double()
-    size, theta = drafter.config.head_dim, drafter.config.rope_parameters["rope_theta"]
-    layer = "layers.0.self_attn."
-    outputs, keys, values = [], [], []
-    hidden = list(last_hidden.double())
-    for s in range(steps):
-        step_outputs, step_keys, step_values = [], [], []
-        for t in range(len(ids) - 1 - s):
-            x = w["fc.weight"] @ torch.cat([embedding[ids[t + 1 + s]], hidden[t]])
-            q, k, v = ((w[f"{layer}{n}_proj.weight"] @ x).view(-1, size) for n in "qkv")
-            q, k = rotated(q, t + s, theta), rotated(k, t + s, theta)
-            step_keys.append(k)
-            step_values.append(v)
-            seen_k = [(keys[0] if s else step_keys)[j] for j in range(t + 1)]
-            seen_v = [(values[0] if s else step_values)[j] for j in range(t + 1)]
-            seen_k += [keys[i][t] for i in range(1, s)] + ([k] if s else [])
-            seen_v += [values[i][t] for i in range(1, s)] + ([v] if s else [])
-            heads = []
-            for head in range(len(q)):
-                group = head // (len(q) // len(k))
-                scores = torch.stack([q[head] @ key[group] for key in seen_k]) / math.sqrt(size)
-                mix = scores.softmax(0)
-                heads.append(sum(m * value[group] for m, value in zip(mix, seen_v, strict=True)))
-            x = x + w[layer + "o_proj.weight"] @ torch.cat(heads)
-            normed = rms(x, w["layers.0.post_attention_layernorm.weight"])
-            gate = silu(w["layers.0.mlp.gate_proj.weight"] @ normed)
-            up = w["layers.0.mlp.up_proj.weight"] @ normed
-            step_outputs.append(x + w["layers.0.mlp.down_proj.weight"] @ (gate * up))
-        outputs.append(step_outputs)
-        keys.append(step_keys)
-        values.append(step_values)
-        hidden = step_outputs
-    return outputs
+def eagle1_by_hand(
+    drafter: Eagle1, ids: list[int], last_hidden: Tensor, steps: int
+) -> list[list[Tensor]]:
+    w = double(drafter)
+
+    def enter(t: int, s: int, f: Tensor) -> tuple[Tensor, Tensor]:
+        x = w["fc.weight"] @ torch.cat([w["embedding"][ids[t + 1 + s]], f])
+        return x, x
+
+    return by_hand(drafter, "layers.0", list(last_hidden.double()), steps, enter)
 
 
 @torch.no_grad()
 def test_unroll_equals_the_equations_worked_by_hand():
     drafter = loud()
     batch = batch_of(drafter, texts(1, 9))
-    expected = by_hand(drafter, batch["input_ids"][0].tolist(), batch["last_hidden"][0], 4)
+    expected = eagle1_by_hand(drafter, batch["input_ids"][0].tolist(), batch["last_hidden"][0], 4)
     for got, want in zip(drafter.unroll(batch, 4), expected, strict=True):
         for t, hidden in enumerate(want):
             close(got[0, t].double(), hidden)
@@ -95,7 +58,7 @@ def test_loss_is_the_distance_and_a_tenth_of_the_cross_entropy():
     expected = torch.zeros((), dtype=torch.double)
     for row in range(2):
         ids, last_hidden = batch["input_ids"][row].tolist(), batch["last_hidden"][row].double()
-        outputs = by_hand(drafter, ids, last_hidden, 2)
+        outputs = eagle1_by_hand(drafter, ids, last_hidden, 2)
         for s in range(2):
             for t in range(len(ids) - 2 - s):  # x_{t+2+s} is in the text
                 away = (outputs[s][t] - last_hidden[t + 1 + s]).abs()
@@ -141,8 +104,7 @@ def test_serving_equals_training_over_ragged_rounds_and_in_trees():
     for seed, lengths in enumerate(ROUNDS):
         serving.advance(lengths)
         serving.check(serving.propose(seed))
-        random = RowRandom(seed, [0, 1, 2])
-        serving.check_tree(serving.drafter.propose(serving.state, tree, SAMPLED, random))
+        serving.check(serving.propose(seed, tree))
 
 
 def test_it_starts_from_the_verifiers_last_layer_if_told():

@@ -2,20 +2,22 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import served
 import torch
 from safetensors.torch import load_file
+from served import COUNTS, SAMPLED, Serving, check_comes_back, check_trains_and_drafts, close, texts
 from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 
 from headstart.data.collate import Featurizer, collate
 from headstart.data.render import Row
-from headstart.eval.speculate import generate
 from headstart.models.cache import RaggedCache
-from headstart.models.drafter import Batch, Drafting, Proposal, fingerprint
+from headstart.models.drafter import Batch, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config, check_layers
 from headstart.models.feature_drafter import FeatureDrafter, State
 from headstart.models.loading import load_checkpoint
@@ -25,7 +27,6 @@ from headstart.models.trees import chain, static
 from headstart.models.verifier import States
 
 VERIFIER = tiny_verifier()
-COUNTS = torch.arange(64) % 7
 VARIANTS = {
     "plain": {},
     "draft vocabulary": {"draft_vocab_size": 40},
@@ -33,7 +34,6 @@ VARIANTS = {
     "normed features": {"fc_norm": True},
     "two layers": {"feature_layers": (1, 8), "norm_output": True, "fc_norm": True},
 }
-SAMPLED = Drafting(True, Sampling(1.0))
 
 
 def make(verifier=VERIFIER, **settings) -> Eagle3:
@@ -41,8 +41,11 @@ def make(verifier=VERIFIER, **settings) -> Eagle3:
 
 
 def loud(**settings) -> Eagle3:
+    return made_loud(make(**settings))
+
+
+def made_loud(drafter: FeatureDrafter) -> FeatureDrafter:
     """Weights large enough that every one of them shows in the output, norms included."""
-    drafter = make(**settings)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -53,26 +56,8 @@ def loud(**settings) -> Eagle3:
     return drafter
 
 
-def texts(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def batch_of(drafter: FeatureDrafter, ids: Tensor) -> Batch:
-    """One document a row, all of it answer."""
-    states = drafter.verifier.states(ids, drafter.feature_layers)
-    shape = ids.shape
-    return Batch(
-        input_ids=ids,
-        loss_mask=torch.ones(shape, dtype=torch.long),
-        position_ids=torch.arange(shape[1]).expand(shape),
-        document_ids=torch.zeros(shape, dtype=torch.long),
-        features=states.features,
-        last_hidden=states.last_hidden,
-    )
-
-
-def close(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    return served.batch_of(drafter.verifier, ids, drafter.feature_layers)
 
 
 # ---- the equations -----------------------------------------------------------------------------
@@ -90,28 +75,38 @@ def rotated(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
-def by_hand(drafter: Eagle3, ids: list[int], features: Tensor, steps: int) -> list[list[Tensor]]:
-    """o of every slot and step of one text, one slot at a time, in float64."""
-    w = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
-    embedding = drafter.verifier.model.get_input_embeddings().weight.double()
-    config = drafter.config
+def double(drafter: FeatureDrafter) -> dict[str, Tensor]:
+    """Its weights, and the embedding as "embedding"."""
+    embedding = drafter.verifier.model.get_input_embeddings().weight
+    tensors = {**drafter.state_dict(), "embedding": embedding}
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
+def by_hand(
+    drafter: FeatureDrafter,
+    layer: str,
+    hidden: list[Tensor],
+    steps: int,
+    enter: Callable[[int, int, Tensor], tuple[Tensor, Tensor]],
+    fed_back: Callable[[Tensor], Tensor] = lambda output: output,
+) -> list[list[Tensor]]:
+    """The layer's output at every slot and step of one text, one slot at a time, in float64.
+
+    Args:
+        layer: prefix of its weights' names.
+        hidden: of step 0, one a slot.
+        enter: slot t, step s, hidden state -> residual, attention's input.
+    """
+    w, config = double(drafter), drafter.config
     size, theta = config.head_dim, config.rope_parameters["rope_theta"]
-    layer = "midlayer.self_attn."
     outputs, keys, values = [], [], []
-    hidden = []
-    for feature in features.double():
-        parts = feature.split(config.hidden_size)
-        if config.fc_norm:
-            parts = [rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
-        hidden.append(w["fc.weight"] @ torch.cat(list(parts)))
     for s in range(steps):
         step_outputs, step_keys, step_values = [], [], []
-        for t in range(len(ids) - 1 - s):
-            inputs = torch.cat([
-                rms(embedding[ids[t + 1 + s]], w["midlayer.input_layernorm.weight"]),
-                rms(hidden[t], w["midlayer.hidden_norm.weight"]),
-            ])  # fmt: skip
-            q, k, v = ((w[f"{layer}{n}_proj.weight"] @ inputs).view(-1, size) for n in "qkv")
+        for t in range(len(hidden) - 1):  # the slots before had one more
+            x, inputs = enter(t, s, hidden[t])
+            q, k, v = (
+                (w[f"{layer}.self_attn.{n}_proj.weight"] @ inputs).view(-1, size) for n in "qkv"
+            )
             q, k = rotated(q, t + s, theta), rotated(k, t + s, theta)
             step_keys.append(k)
             step_values.append(v)
@@ -125,18 +120,36 @@ def by_hand(drafter: Eagle3, ids: list[int], features: Tensor, steps: int) -> li
                 scores = torch.stack([q[head] @ key[group] for key in seen_k]) / math.sqrt(size)
                 mix = scores.softmax(0)
                 heads.append(sum(m * value[group] for m, value in zip(mix, seen_v, strict=True)))
-            x = hidden[t] + w[layer + "o_proj.weight"] @ torch.cat(heads)
-            normed = rms(x, w["midlayer.post_attention_layernorm.weight"])
-            gate = torch.nn.functional.silu(w["midlayer.mlp.gate_proj.weight"] @ normed)
-            up = w["midlayer.mlp.up_proj.weight"] @ normed
-            step_outputs.append(x + w["midlayer.mlp.down_proj.weight"] @ (gate * up))
+            x = x + w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(heads)
+            normed = rms(x, w[f"{layer}.post_attention_layernorm.weight"])
+            gate = torch.nn.functional.silu(w[f"{layer}.mlp.gate_proj.weight"] @ normed)
+            up = w[f"{layer}.mlp.up_proj.weight"] @ normed
+            step_outputs.append(x + w[f"{layer}.mlp.down_proj.weight"] @ (gate * up))
         outputs.append(step_outputs)
         keys.append(step_keys)
         values.append(step_values)
-        hidden = step_outputs
-        if config.norm_output:
-            hidden = [rms(o, w["norm.weight"]) for o in step_outputs]
+        hidden = [fed_back(output) for output in step_outputs]
     return outputs
+
+
+def eagle3_by_hand(drafter: Eagle3, ids: list[int], features: Tensor) -> list[list[Tensor]]:
+    """o of four steps."""
+    w, config = double(drafter), drafter.config
+    hidden = []
+    for feature in features.double():
+        parts = feature.split(config.hidden_size)
+        if config.fc_norm:
+            parts = [rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        hidden.append(w["fc.weight"] @ torch.cat(list(parts)))
+
+    def enter(t: int, s: int, f: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = rms(w["embedding"][ids[t + 1 + s]], w["midlayer.input_layernorm.weight"])
+        return f, torch.cat([embedded, rms(f, w["midlayer.hidden_norm.weight"])])
+
+    def fed_back(output: Tensor) -> Tensor:
+        return rms(output, w["norm.weight"]) if config.norm_output else output
+
+    return by_hand(drafter, "midlayer", hidden, 4, enter, fed_back)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -144,7 +157,7 @@ def by_hand(drafter: Eagle3, ids: list[int], features: Tensor, steps: int) -> li
 def test_unroll_equals_the_equations_worked_by_hand(variant):
     drafter = loud(**VARIANTS[variant])
     batch = batch_of(drafter, texts(1, 9))
-    expected = by_hand(drafter, batch["input_ids"][0].tolist(), batch["features"][0], 4)
+    expected = eagle3_by_hand(drafter, batch["input_ids"][0].tolist(), batch["features"][0])
     for got, want in zip(drafter.unroll(batch, 4), expected, strict=True):
         for t, hidden in enumerate(want):
             close(got[0, t].double(), hidden)
@@ -230,72 +243,6 @@ def test_bfloat16_autocast_is_close_to_float32(packed):
 # ---- serving = training ------------------------------------------------------------------------
 
 
-class Serving:
-    """Ragged texts taken in by `advance` round by round, each row another number of slots."""
-
-    def __init__(self, drafter: FeatureDrafter, ids: Tensor):
-        self.drafter, self.ids = drafter, ids
-        states = drafter.verifier.states(ids, drafter.feature_layers)
-        none = states.last_hidden.new_zeros(*ids.shape, 0)
-        self.states = States(none if states.features is None else states.features, states[1])
-        self.slots = [0] * len(ids)
-        self.state = drafter.start(ids[:, 0])
-
-    def advance(self, lengths: list[int]) -> None:
-        width = max(lengths)
-        tokens = torch.full((len(self.ids), width), 63)
-        features = torch.full((len(self.ids), width, self.states.features.shape[-1]), 9.0)
-        hidden = torch.full((len(self.ids), width, 32), 9.0)
-        for row, length in enumerate(lengths):
-            begin = self.slots[row]
-            tokens[row, :length] = self.ids[row, begin + 1 : begin + 1 + length]
-            features[row, :length] = self.states.features[row, begin : begin + length]
-            hidden[row, :length] = self.states.last_hidden[row, begin : begin + length]
-            self.slots[row] += length
-        states = States(features, hidden)
-        self.drafter.advance(self.state, tokens, torch.tensor(lengths), states)
-
-    def propose(self, seed: int, draft_length: int = 5, drafting: Drafting = SAMPLED) -> Proposal:
-        random = RowRandom(seed, list(range(len(self.ids))))
-        return self.drafter.propose(self.state, chain(draft_length), drafting, random)
-
-    def known(self, row: int, ids: Tensor) -> Batch:
-        """A text whose states are known only as far as the row has been taken in."""
-        batch, slots = batch_of(self.drafter, ids[None]), self.slots[row]
-        for name in ("features", "last_hidden"):
-            if batch[name] is not None:
-                batch[name][0, :slots] = getattr(self.states, name)[row, :slots]
-                batch[name][0, slots:] = 5.0
-        return batch
-
-    def check(self, proposal: Proposal) -> None:
-        """Log-probabilities of the chain equal the unroll over the text with the drafts in it."""
-        for row, slots in enumerate(self.slots):
-            drafts = proposal.tokens[row]
-            known = self.ids[row, : slots + 1]
-            batch = self.known(row, torch.cat([known, drafts]))
-            for s, hidden in enumerate(self.drafter.unroll(batch, len(drafts))):
-                expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
-                close(proposal.log_probs[row, s], expected)
-
-    def check_tree(self, proposal: Proposal) -> None:
-        """The law of each first child equals the unroll's over the text with its path in it."""
-        for row, slots in enumerate(self.slots):
-            for node, parent in enumerate(proposal.parents[row].tolist()):
-                if parent in proposal.parents[row, :node]:
-                    continue  # a later child: its law lacks the siblings before
-                path, above = [], parent
-                while above >= 0:
-                    path.insert(0, int(proposal.tokens[row, above]))
-                    above = int(proposal.parents[row, above])
-                known = self.ids[row, : slots + 1]
-                path.append(0)  # room for the token it predicts
-                batch = self.known(row, torch.cat([known, torch.tensor(path)]))
-                *_, hidden = self.drafter.unroll(batch, len(path))
-                expected = self.drafter.logits(hidden[0, slots - 1], 0).log_softmax(-1)
-                close(proposal.log_probs[row, node], expected)
-
-
 ROUNDS = [[4, 7, 1], [1, 1, 1], [6, 1, 3], [2, 5, 1], [1, 6, 4], [3, 1, 1], [1, 1, 1]]
 
 
@@ -317,9 +264,7 @@ def test_every_node_of_a_tree_is_drafted_as_its_path_would_be(variant):
     )
     for seed, lengths in enumerate(ROUNDS[:4]):
         serving.advance(lengths)
-        random = RowRandom(seed, [0, 1, 2])
-        proposal = serving.drafter.propose(serving.state, tree, SAMPLED, random)
-        serving.check_tree(proposal)
+        serving.check(serving.propose(seed, tree))
         serving.check(serving.propose(seed))  # and left the state as it was
 
 
@@ -417,7 +362,7 @@ def test_holes_are_squeezed_out_once_they_are_many():
         serving.propose(0)
     assert serving.slots == [175] * 3  # 375 slots with the holes
     assert serving.state.cache.positions.shape[1] <= 175 + 64
-    serving.check(serving.propose(1, draft_length=3))
+    serving.check(serving.propose(1, chain(3)))
 
 
 @torch.no_grad()
@@ -425,10 +370,7 @@ def test_rows_can_be_dropped_on_the_way():
     serving = Serving(loud(), texts(3, 32))
     serving.advance(ROUNDS[0])
     serving.advance(ROUNDS[2])
-    rows = torch.tensor([2, 0])
-    serving.drafter.select_rows(serving.state, rows)
-    serving.ids, serving.slots = serving.ids[rows], [serving.slots[2], serving.slots[0]]
-    serving.states = States(serving.states.features[rows], serving.states.last_hidden[rows])
+    serving.select_rows([2, 0])
     for seed, lengths in enumerate([[1, 4], [3, 1]]):
         serving.check(serving.propose(seed))
         serving.advance(lengths)
@@ -452,7 +394,7 @@ def test_a_proposal_is_a_chain_of_verifier_ids():
     serving.advance([4, 7, 1])
     ids = serving.drafter.draft_ids
     for drafting in (SAMPLED, Drafting(False, Sampling())):
-        proposal = serving.propose(0, 4, drafting)
+        proposal = serving.propose(0, chain(4), drafting)
         assert proposal.tokens.shape == (3, 4) and torch.isin(proposal.tokens, ids).all()
         assert proposal.parents.tolist() == [[-1, 0, 1, 2]] * 3
         assert proposal.real.tolist() == [[True] * 4] * 3
@@ -557,22 +499,7 @@ def test_an_unknown_initialisation_is_refused():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_saved_drafter_comes_back_bit_by_bit(variant, tmp_path):
-    drafter = loud(**VARIANTS[variant])
-    drafter.save(tmp_path / "drafter")
-    loaded = load_checkpoint(tmp_path / "drafter", VERIFIER)
-    before, after = drafter.state_dict(), loaded.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert fingerprint(loaded) == fingerprint(drafter)
-    assert loaded.feature_layers == drafter.feature_layers
-    batch = batch_of(drafter, texts(2, 12))
-    for left, right in zip(drafter.unroll(batch, 3), loaded.unroll(batch, 3), strict=True):
-        assert torch.equal(left, right)
-        assert torch.equal(drafter.logits(left, 0), loaded.logits(right, 0))
-    loaded.save(tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        first, second = (tmp_path / folder / name for folder in ("drafter", "again"))
-        assert first.read_bytes() == second.read_bytes()
+    check_comes_back(loud(**VARIANTS[variant]), tmp_path)
 
 
 def test_tensors_have_the_names_and_shapes_engines_load(tmp_path):
@@ -724,19 +651,4 @@ def test_a_drafter_of_an_unknown_type_is_refused(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_drafted_for(family, tmp_path):
-    verifier = tiny_verifier(family)
-    drafter = make(verifier, draft_vocab_size=40)
-    batch = batch_of(drafter, texts(2, 10))
-    loss = drafter(batch, torch.full((3,), 0.01))
-    loss.value.backward()
-    assert loss.value.isfinite() and loss.value > 0
-    for name, weight in drafter.named_parameters():
-        assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, name
-    drafter.save(tmp_path)
-    loaded = load_checkpoint(tmp_path, verifier)
-    prompts = [[5, 9, 11], [7, 20]]
-    greedy = {"sampling": Sampling(), "drafting": Drafting(False, Sampling())}
-    drafted = generate(verifier, loaded, prompts, shape=chain(3), max_new_tokens=8, **greedy)
-    plain = generate(verifier, None, prompts, shape=None, max_new_tokens=8, **greedy)
-    assert [got.tokens for got in drafted] == [got.tokens for got in plain]
-    assert sum(drafted[0].drafted) > 0
+    check_trains_and_drafts(make(tiny_verifier(family), draft_vocab_size=40), tmp_path)

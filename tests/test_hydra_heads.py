@@ -11,9 +11,13 @@ from served import (
     SAMPLED,
     TREE,
     batch_of,
+    check_another_shape_is_refused,
+    check_comes_back,
+    check_every_layer_learns_by_itself,
     check_prompts_are_not_learned,
     check_replay,
     check_rounds,
+    check_trains_and_drafts,
     close,
     loud,
     texts,
@@ -22,7 +26,7 @@ from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
 
 from headstart.eval.speculate import generate
-from headstart.models.drafter import Batch, fingerprint
+from headstart.models.drafter import Batch
 from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
@@ -105,11 +109,7 @@ def test_no_two_layers_are_one_module():
     drafter = loud(make(num_layers=3))
     layers = [module for module in drafter.modules() if isinstance(module, torch.nn.Linear)]
     assert len(layers) == 12
-    drafter(batch_of(VERIFIER, texts(2, 12)), torch.full((4,), 0.05)).value.backward()
-    gradients = [layer.weight.grad for layer in layers]
-    assert all(gradient.abs().max() > 0 for gradient in gradients)
-    for i, gradient in enumerate(gradients):
-        assert not any(torch.equal(gradient, other) for other in gradients[:i])
+    check_every_layer_learns_by_itself(drafter, layers)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -162,21 +162,7 @@ def test_replay_equals_decoding_at_temperature_zero(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_saved_drafter_comes_back_bit_by_bit(variant, tmp_path):
-    drafter = loud(make(**VARIANTS[variant]))
-    drafter.save(tmp_path / "drafter")
-    loaded = load_checkpoint(tmp_path / "drafter", VERIFIER)
-    before, after = drafter.state_dict(), loaded.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert fingerprint(loaded) == fingerprint(drafter) and loaded.max_depth == 4
-    batch = batch_of(VERIFIER, texts(2, 12))
-    pairs = zip(drafter.unroll(batch, 4), loaded.unroll(batch, 4), strict=True)
-    for s, (left, right) in enumerate(pairs):
-        assert torch.equal(drafter.logits(left, s), loaded.logits(right, s))
-    loaded.save(tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        first, second = (tmp_path / folder / name for folder in ("drafter", "again"))
-        assert first.read_bytes() == second.read_bytes()
+    check_comes_back(loud(make(**VARIANTS[variant])), tmp_path)
 
 
 def test_the_folder_says_what_it_is_and_that_no_engine_loads_it(tmp_path):
@@ -214,10 +200,7 @@ def test_a_drafter_of_another_verifier_is_refused_unless_allowed(tmp_path):
 
 @pytest.mark.parametrize("overrides", [{"vocab_size": 48}, {"hidden_size": 64}])
 def test_a_verifier_of_another_shape_is_refused_even_when_allowed(tmp_path, overrides):
-    make(draft_vocab_size=40).save(tmp_path)
-    with pytest.raises(ValueError, match="hidden size 32 and 64 tokens") as error:
-        load_checkpoint(tmp_path, tiny_verifier(**overrides), allow_verifier=True)
-    assert "\n" not in str(error.value)
+    check_another_shape_is_refused(make(draft_vocab_size=40), overrides, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "heads", "map"])
@@ -239,17 +222,6 @@ def test_a_checkpoint_whose_weights_are_damaged_is_refused(damage, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_drafted_for(family, tmp_path):
-    verifier = tiny_verifier(family)
-    drafter = make(verifier, draft_vocab_size=40, num_layers=2)
-    drafter.save(tmp_path)
-    loss = drafter(batch_of(verifier, texts(2, 10)), torch.full((4,), 0.01))
-    loss.value.backward()
-    assert loss.value.isfinite() and loss.value > 0
-    for name, weight in drafter.named_parameters():
-        assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, name
-    loaded = load_checkpoint(tmp_path, verifier)
-    greedy = {"sampling": Sampling(), "drafting": GREEDY, "max_new_tokens": 8}
-    drafted = generate(verifier, loaded, [[5, 9, 11], [7, 20]], shape=chain(3), **greedy)
-    plain = generate(verifier, None, [[5, 9, 11], [7, 20]], shape=None, **greedy)
-    assert [got.tokens for got in drafted] == [got.tokens for got in plain]
-    assert sum(drafted[0].drafted) > 0
+    check_trains_and_drafts(
+        make(tiny_verifier(family), draft_vocab_size=40, num_layers=2), tmp_path
+    )
