@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
+from workplace import make as make_workplace
 
-from headstart.data import regenerate
 from headstart.data.render import Row
 from headstart.eval import acceptance, report
 from headstart.eval.acceptance import Acceptance, RunSettings
@@ -33,32 +34,13 @@ CATEGORIES = {"chat": 4, "code": 3, "maths": 2}
 def workplace(tmp_path_factory) -> Path:
     """A verifier, a drafter of it, and its answers at temperatures 0 and 1."""
     folder = tmp_path_factory.mktemp("acceptance")
-    made = tiny_verifier(max_position_embeddings=96)
-    made.model.save_pretrained(folder / "verifier")
-    made.tokenizer.save_pretrained(folder / "verifier")
-    verifier = Verifier.load(str(folder / "verifier"))
+    prompts = [(category, i) for category, count in CATEGORIES.items() for i in range(count)]
+    verifier = make_workplace(folder, prompts)
     torch.manual_seed(0)
     drafter = Eagle3.create(
         verifier, Eagle3Config(draft_vocab_size=48), LossConfig(), torch.arange(64)
     )
     drafter.save(folder / "drafter")
-    prompts = folder / "prompts.jsonl"
-    with prompts.open("w") as file:
-        for category, count in CATEGORIES.items():
-            for i in range(count):
-                messages = [{"role": "user", "content": f"w{i} w{len(category)} w{7 + 3 * i}"}]
-                row = {"id": f"{category}-{i}", "category": category, "messages": messages}
-                file.write(json.dumps(row) + "\n")
-    for temperature in (0, 1):
-        regenerate.run(
-            regenerate.Regenerate(
-                out=str(folder / f"t{temperature}.jsonl"),
-                verifier=str(folder / "verifier"),
-                prompts=str(prompts),
-                max_new_tokens=20,
-                temperature=float(temperature),
-            )
-        )
     return folder
 
 
@@ -241,8 +223,7 @@ def test_drafters_without_training_get_the_same_report(name, workplace, tmp_path
 def test_a_model_of_the_users_drafts(workplace, tmp_path):
     """Any folder with a causal language model of the verifier's tokenizer."""
     small = tiny_verifier(max_position_embeddings=96, num_hidden_layers=1, seed=3)
-    small.model.save_pretrained(tmp_path / "small")
-    small.tokenizer.save_pretrained(tmp_path / "small")
+    save_verifier(small, tmp_path / "small")
     verifier = str(workplace / "verifier")
     changes = {"drafter": str(tmp_path / "small"), "verifier": verifier, "speed_prompts": 1}
     result, _ = report_of(workplace, tmp_path / "report", **changes)
@@ -453,16 +434,14 @@ def test_a_law_that_cannot_be_measured_is_refused(change, message, workplace, mo
 
 def test_another_verifier_is_refused_by_name(workplace, tmp_path, monkeypatch, capsys):
     other = tiny_verifier(seed=1)
-    other.model.save_pretrained(tmp_path)
-    other.tokenizer.save_pretrained(tmp_path)
+    save_verifier(other, tmp_path)
     said = error_of(workplace, monkeypatch, capsys, f"--verifier={tmp_path}")
     assert "was trained for" in said and "--allow_verifier true" in said
 
 
 def test_a_model_with_another_tokenizer_is_refused(workplace, tmp_path, monkeypatch, capsys):
     other = tiny_verifier(vocab_size=60)
-    other.model.save_pretrained(tmp_path)
-    other.tokenizer.save_pretrained(tmp_path)
+    save_verifier(other, tmp_path)
     words = [f"--drafter={tmp_path}", f"--verifier={workplace / 'verifier'}"]
     assert "has another tokenizer" in error_of(workplace, monkeypatch, capsys, *words)
 

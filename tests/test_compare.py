@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
+from workplace import make as make_workplace
 
-from headstart.data import regenerate
 from headstart.eval import acceptance, compare, side_by_side
 from headstart.eval.acceptance import Acceptance, RunSettings
 from headstart.eval.compare import Compare, labels
@@ -34,28 +35,9 @@ def save_drafter(folder: Path, verifier: Verifier, seed: int, tokens: int) -> No
 def workplace(tmp_path_factory) -> Path:
     """A verifier, its answers at temperatures 0 and 1, and two checkpoints of one name."""
     folder = tmp_path_factory.mktemp("compare")
-    made = tiny_verifier(max_position_embeddings=96)
-    made.model.save_pretrained(folder / "verifier")
-    made.tokenizer.save_pretrained(folder / "verifier")
-    verifier = Verifier.load(str(folder / "verifier"))
+    verifier = make_workplace(folder, zip(["chat"] * 3 + ["code"] * 2, range(5), strict=True))
     save_drafter(folder / "one" / "best", verifier, 0, 12345)
     save_drafter(folder / "two" / "best", verifier, 1, 67890)
-    prompts = folder / "prompts.jsonl"
-    with prompts.open("w") as file:
-        for i, category in enumerate(["chat", "chat", "chat", "code", "code"]):
-            messages = [{"role": "user", "content": f"w{i} w{len(category)} w{7 + 3 * i}"}]
-            row = {"id": f"{category}-{i}", "category": category, "messages": messages}
-            file.write(json.dumps(row) + "\n")
-    for temperature in (0, 1):
-        regenerate.run(
-            regenerate.Regenerate(
-                out=str(folder / f"t{temperature}.jsonl"),
-                verifier=str(folder / "verifier"),
-                prompts=str(prompts),
-                max_new_tokens=20,
-                temperature=float(temperature),
-            )
-        )
     return folder
 
 
@@ -324,8 +306,7 @@ def test_a_refusal_is_one_line_before_anything_is_measured(
 ):
     if not (workplace / "other").exists():
         other = tiny_verifier(seed=1)
-        other.model.save_pretrained(workplace / "other")
-        other.tokenizer.save_pretrained(workplace / "other")
+        save_verifier(other, workplace / "other")
         shutil.copy(workplace / "t0.jsonl", workplace / "copy.jsonl")
     drafters, words, message = BAD[case]
     drafters = [name.replace("{f}", str(workplace)) for name in drafters]

@@ -137,8 +137,7 @@ def test_every_linear_layer_of_the_decoder_is_adapted():
 def saved(tmp_path: Path) -> tuple[Path, Tensor]:
     """A verifier's folder, a checkpoint beside it, and the tuned verifier's hidden states."""
     verifier = tiny.verifier()
-    verifier.model.save_pretrained(tmp_path / "verifier")
-    verifier.tokenizer.save_pretrained(tmp_path / "verifier")
+    tiny.save(verifier, tmp_path / "verifier")
     verifier.name = str(tmp_path / "verifier")
     model = moved(verifier)
     model.save(tmp_path / "drafter")
@@ -173,8 +172,7 @@ def test_it_shares_its_verifier_with_no_other_drafter_and_goes_with_no_copy(save
     with pytest.raises(ValueError, match="drafts for a verifier that was trained with it"):
         load(str(folder / "drafter"), tiny.verifier())
     other = tiny.verifier(seed=1)
-    other.model.save_pretrained(folder / "other")
-    other.tokenizer.save_pretrained(folder / "other")
+    tiny.save(other, folder / "other")
     with pytest.raises(ValueError, match="was trained for"):
         load_pair(str(folder / "other"), str(folder / "drafter"), "float32", "cpu", True)
 

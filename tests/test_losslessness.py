@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from tiny import save as save_verifier
 from tiny import verifier
 
 from headstart.eval import losslessness, rejection, speculate, trial
@@ -99,8 +100,7 @@ def pair(tmp_path_factory):
     """A saved verifier and prompts with answers; few first tokens are likely."""
     folder = tmp_path_factory.mktemp("pair")
     made = verifier(num_hidden_layers=3)
-    made.model.save_pretrained(folder / "verifier")
-    made.tokenizer.save_pretrained(folder / "verifier")
+    save_verifier(made, folder / "verifier")
     with (folder / "prompts.jsonl").open("w") as file:
         for i in range(4):
             user = {"role": "user", "content": f"w{i} w{3 * i + 1}"}

@@ -64,16 +64,9 @@ SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
 JOINT = {"medusa-2": (medusa, {"joint": JointConfig(rank=2), **FOUR_HEADS})}
 
 
-def save_verifier(folder: Path, **overrides: Any) -> str:
-    verifier = tiny.verifier(**overrides)
-    verifier.model.save_pretrained(folder)
-    verifier.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_verifier(tmp_path_factory.mktemp("verifier"))
+    return tiny.save(tiny.verifier(), tmp_path_factory.mktemp("verifier"))
 
 
 def write_conversations(path: Path, count: int, seed: int) -> str:
@@ -251,7 +244,7 @@ def test_resume_with_other_settings_or_another_verifier_is_refused(
     with pytest.raises(ValueError, match=r"with drafter\.draft_vocab_size = 32, now it is 16"):
         run(settings)
     settings.drafter.draft_vocab_size = 32
-    settings.verifier = save_verifier(tmp_path / "other", seed=1)
+    settings.verifier = tiny.save(tiny.verifier(seed=1), tmp_path / "other")
     with pytest.raises(ValueError, match=r"was trained for .*its own verifier$"):
         run(settings)  # training has no --allow_verifier
     assert (tmp_path / "run" / "recipe.yaml").read_text() == written

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import COMMON, FAMILIES, tokenizer
+from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -200,8 +201,7 @@ def test_a_sliding_window_in_the_config_alone_is_respected(family: str) -> None:
 
 
 def saved(verifier: Verifier, folder: Path) -> Path:
-    verifier.model.save_pretrained(folder)
-    verifier.tokenizer.save_pretrained(folder)
+    save_verifier(verifier, folder)
     return folder
 
 

@@ -1,5 +1,7 @@
 """Tiny random verifiers of many families, and a tiny tokenizer, made on the spot."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -66,3 +68,10 @@ def verifier(family: str = "llama", seed: int = 0, vocab_size: int = 64, **overr
             if weight.dim() >= 2:
                 weight.normal_(0, 1.0 if "embed" in name else 1.5 / weight.shape[-1] ** 0.5)
     return Verifier(model, tokenizer(vocab_size), f"tiny/{family}")
+
+
+def save(verifier: Verifier, folder: Path) -> str:
+    """The verifier's folder, as transformers writes it."""
+    verifier.model.save_pretrained(folder)
+    verifier.tokenizer.save_pretrained(folder)
+    return str(folder)
