@@ -7,10 +7,10 @@ All of it is our own: templates below, filled with things below. Evaluation has 
 and in each kind a template of its own beside the shared ones.
 """
 
-import argparse
-import json
 import random
-from pathlib import Path
+from functools import partial
+
+from headstart.data import templated
 
 THINGS = (
     """
@@ -83,49 +83,18 @@ TEMPLATES = {  # kind of question: templates of both splits, the one that only e
 def make(evaluation: bool, per_kind: int, seed: int, taken: set[str]) -> list[dict]:
     """`per_kind` distinct prompts of each kind, none of them in `taken`."""
     rng = random.Random(seed)
-    split = "eval" if evaluation else "train"
-    rows = []
-    for kind, (shared, own) in TEMPLATES.items():
-        templates = [*shared, own] if evaluation else shared
-        made: list[str] = []
-        while len(made) < per_kind:
-            prompt = rng.choice(templates).format(
-                t=rng.choice(EVAL_THINGS if evaluation else THINGS),
-                c=rng.choice(COLOURS),
-                s=rng.choice(STAINS),
-                h=rng.choice(HARMS),
-            )
-            if prompt not in taken:
-                taken.add(prompt)
-                made.append(prompt)
-        rows += [
-            {
-                "id": f"{split}-{kind}-{number:04d}",
-                "category": kind,
-                "messages": [{"role": "user", "content": prompt}],
-            }
-            for number, prompt in enumerate(made)
-        ]
-    if not evaluation:
-        rng.shuffle(rows)  # any prefix of the file is balanced
-    return rows
 
+    def draw(shared: list[str], own: str) -> str:
+        return rng.choice([*shared, own] if evaluation else shared).format(
+            t=rng.choice(EVAL_THINGS if evaluation else THINGS),
+            c=rng.choice(COLOURS),
+            s=rng.choice(STAINS),
+            h=rng.choice(HARMS),
+        )
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="write the domain's prompts")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--train_per_kind", type=int, default=120)
-    parser.add_argument("--eval_per_kind", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
-    for split, count in (("eval", args.eval_per_kind), ("train", args.train_per_kind)):
-        rows = make(split == "eval", count, args.seed, taken)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (args.out / f"{split}.jsonl").write_text(text)
-        print(f"{args.out / f'{split}.jsonl'}: {len(rows)} prompts")
+    draws = {kind: partial(draw, *templates) for kind, templates in TEMPLATES.items()}
+    return templated.rows(evaluation, draws, per_kind, rng, taken)
 
 
 if __name__ == "__main__":
-    main()
+    templated.write("write the domain's prompts", make, "kind", train=120, evaluation=15)

@@ -7,10 +7,10 @@ prompts are our own: templates below, filled with topics below. Evaluation has t
 source texts of its own, and in each category templates of its own beside the shared ones.
 """
 
-import argparse
-import json
 import random
-from pathlib import Path
+from functools import partial
+
+from headstart.data import templated
 
 TOPICS = (
     """
@@ -317,45 +317,15 @@ def make(evaluation: bool, per_category: int, seed: int, taken: set[str]) -> lis
     """`per_category` distinct prompts of each category, none of them in `taken`."""
     rng = random.Random(seed)
     fill = Filler(rng, evaluation)
-    split = "eval" if evaluation else "train"
-    rows = []
-    for category, (shared, own) in TEMPLATES.items():
+
+    def draw(shared: list[str], own: list[str]) -> str:
         # half of the evaluation prompts come from templates that training never sees
-        templates = shared * len(own) + own * len(shared) if evaluation else shared
-        made: list[str] = []
-        while len(made) < per_category:
-            prompt = fill(rng.choice(templates))
-            if prompt not in taken:
-                taken.add(prompt)
-                made.append(prompt)
-        rows += [
-            {
-                "id": f"{split}-{category}-{number:04d}",
-                "category": category,
-                "messages": [{"role": "user", "content": prompt}],
-            }
-            for number, prompt in enumerate(made)
-        ]
-    if not evaluation:
-        rng.shuffle(rows)  # any prefix of the file is balanced
-    return rows
+        return fill(rng.choice(shared * len(own) + own * len(shared) if evaluation else shared))
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="write the shipped conversations' prompts")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--train_per_category", type=int, default=500)
-    parser.add_argument("--eval_per_category", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
-    for split, count in (("eval", args.eval_per_category), ("train", args.train_per_category)):
-        rows = make(split == "eval", count, args.seed, taken)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (args.out / f"{split}.jsonl").write_text(text)
-        print(f"{args.out / f'{split}.jsonl'}: {len(rows)} prompts")
+    draws = {category: partial(draw, *templates) for category, templates in TEMPLATES.items()}
+    return templated.rows(evaluation, draws, per_category, rng, taken)
 
 
 if __name__ == "__main__":
-    main()
+    what = "write the shipped conversations' prompts"
+    templated.write(what, make, "category", train=500, evaluation=20)
