@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,30 +216,23 @@ def check_same(saved: Saved, recipe: dict[str, Any]) -> None:
 
     A field that only one of the two has belongs to another version of headstart.
     """
-    before, now = flat(saved.recipe), flat(recipe)
-    for name, value in now.items():
-        section = name.split(".")[0]
-        fixed = name not in _MAY_CHANGE and section != "tracking"
-        then = before.get(name, value)
-        if name == section and name not in before:  # a section that is left out now
-            then = {n: v for n, v in before.items() if n.startswith(f"{name}.")} or value
-        elif name != section and section in before:  # one that was left out then
-            then = before[section]
-        if fixed and then != value:
-            raise ValueError(
-                f"{saved.folder} was made with {name} = {then!r}, now it is {value!r}; "
-                "resume with the same settings, or begin a new run in another "
-                f"--training.output_dir (--init_from {saved.folder} starts from this drafter)"
-            )
+    now = yaml.safe_load(yaml.safe_dump(recipe))  # as the saved one was read
+    for section, value in now.items():
+        for name, then, present in differing(section, saved.recipe.get(section, value), value):
+            if name not in _MAY_CHANGE and section != "tracking":
+                raise ValueError(
+                    f"{saved.folder} was made with {name} = {then!r}, now it is {present!r}; "
+                    "resume with the same settings, or begin a new run in another "
+                    f"--training.output_dir (--init_from {saved.folder} starts from this drafter)"
+                )
 
 
-def flat(recipe: dict[str, Any]) -> dict[str, Any]:
-    """`section.field` -> value, as YAML returns it."""
-    fields: dict[str, Any] = {}
-    for section, value in yaml.safe_load(yaml.safe_dump(recipe)).items():
-        inner = value.items() if isinstance(value, dict) else ()
-        fields |= {f"{section}.{name}": v for name, v in inner} or {section: value}
-    return fields
+def differing(section: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, earlier and present value of what differs: fields, or a section that comes or goes."""
+    pairs = [(section, before, now)]
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(f"{section}.{n}", before[n], value) for n, value in now.items() if n in before]
+    return (pair for pair in pairs if pair[1] != pair[2])
 
 
 def random_state() -> dict[str, Any]:
