@@ -12,6 +12,7 @@ from typing import Any
 
 from headstart.data import conversations
 from headstart.data.conversations import Conversation
+from headstart.data.lock import only_writer
 
 _BEGINNING = b'{"id": "'  # of every line written here
 
@@ -19,17 +20,10 @@ _BEGINNING = b'{"id": "'  # of every line written here
 class AnswerFile:
     """The answers of earlier runs and of this one, by id; of two rows with one id the later counts.
 
-    Nothing is written before `begin`.
-
-    Args:
-        path: the JSONL file.
-        prompts: where this run's prompts come from; must not be the file itself.
-
-    Raises:
-        ValueError: no such file can be written, or it holds something else than answers.
+    Nothing is written to it before `begin`. Use `open`, which reads it and keeps others off.
     """
 
-    def __init__(self, path: Path, prompts: str | None = None):
+    def __init__(self, path: Path):
         self.path = path
         self.record = path.with_suffix(".meta.json")
         self.replaced = 0
@@ -38,10 +32,28 @@ class AnswerFile:
         self._current: set[str] = set()  # ids whose row answers a prompt of this run
         self._size = 0  # bytes of whole lines
         self._lacks_newline = False
-        with self._explained():
-            self._check_place(prompts)
-            if path.exists():
-                self._read()
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, prompts: str | None = None) -> Iterator["AnswerFile"]:
+        """The answers at `path`, which no other run may write to meanwhile.
+
+        Args:
+            path: the JSONL file.
+            prompts: where this run's prompts come from; must not be the file itself.
+
+        Raises:
+            ValueError: no such file can be written, another run is writing it, or it holds
+                something else than answers.
+        """
+        file = cls(path)
+        with file._explained():
+            file._check_place(prompts)
+        with only_writer(path.with_name(f".{path.name}.lock"), f"out {str(path)!r}"):
+            with file._explained():
+                if path.exists():
+                    file._read()
+            yield file
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -291,7 +291,12 @@ def run(settings: Regenerate) -> None:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")
     Sampling(settings.temperature, settings.top_k, settings.top_p)
     prompts = read_prompts(settings)
-    answers = AnswerFile(Path(settings.out), settings.prompts)
+    with AnswerFile.open(Path(settings.out), settings.prompts) as answers:
+        write(settings, prompts, answers)
+
+
+def write(settings: Regenerate, prompts: list[Conversation], answers: AnswerFile) -> None:
+    """Add the answers that are missing, and say what was done."""
     verifier = Verifier.load(settings.verifier, settings.dtype, settings.device)
     if settings.max_new_tokens >= verifier.context_length:
         raise ValueError(

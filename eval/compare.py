@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from headstart.data.lock import only_writer
 from headstart.data.render import Row
 from headstart.eval import acceptance, report, side_by_side
 from headstart.eval.acceptance import Acceptance, Measurement, RunSettings, fingerprint_of
@@ -242,6 +243,12 @@ def run(settings: Compare) -> None:
     """Measure whom nobody has measured yet, print, and write."""
     out = report.folder(settings.out)
     names = labels(settings.drafters)
+    with only_writer(out / ".compare.lock", f"out {settings.out!r}"):
+        measure_all(settings, names, out)
+
+
+def measure_all(settings: Compare, names: list[str], out: Path) -> None:
+    """The same, of drafters with these short names."""
     verifier = Verifier.load(verifier_name(settings), settings.dtype, settings.device)
     rows = [acceptance.read_rows(verifier, one, settings) for one in settings.runs]
     wanted = [

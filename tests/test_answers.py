@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +46,11 @@ def answers(asked: Regenerate) -> dict[str, Conversation]:
 
 
 def test_nothing_is_written_before_the_settings_are_known_to_fit(tmp_path):
-    file = AnswerFile(tmp_path / "deep" / "answers.jsonl")
+    with AnswerFile.open(tmp_path / "deep" / "answers.jsonl"):
+        assert not list((tmp_path / "deep").glob("answers*"))
     assert not list(tmp_path.iterdir())
-    file.begin({"seed": 0})
+    with AnswerFile.open(tmp_path / "deep" / "answers.jsonl") as file:
+        file.begin({"seed": 0})
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == [
         "answers.jsonl",
         "answers.meta.json",
@@ -168,11 +171,14 @@ def test_a_full_disk_is_one_line_and_costs_no_answer(tmp_path, prompts, monkeypa
     opened, write_text = Path.open, Path.write_text
     appends = []
 
-    @contextmanager
     def full_open(path, mode="r", **options):
-        with opened(path, mode, **options) as file:
-            appends.append(mode == "ab")
-            if sum(appends) < 4:  # making the file ready is the first
+        return full_append(path) if mode == "ab" else opened(path, mode, **options)
+
+    @contextmanager
+    def full_append(path):
+        with opened(path, "ab") as file:
+            appends.append(path)
+            if len(appends) < 4:  # making the file ready is the first
                 yield file
             else:
                 yield SimpleNamespace(write=lambda data: half(file.write, data))
@@ -206,6 +212,14 @@ def test_a_last_line_without_newline_is_an_answer(tmp_path, prompts):
     out = tmp_path / "answers.jsonl"
     out.write_bytes(out.read_bytes().removesuffix(b"\n"))
     assert len(answers(settings(tmp_path, prompts, limit=5))) == 5
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path, prompts):
+    said = rf"out '.*answers\.jsonl': process {os.getpid()} on"
+    with AnswerFile.open(tmp_path / "answers.jsonl"), pytest.raises(ValueError, match=said):
+        run(settings(tmp_path, prompts))
+    assert [p.name for p in tmp_path.iterdir()] == ["prompts.jsonl"]
+    run(settings(tmp_path, prompts))
 
 
 def test_a_broken_record_of_the_settings_is_named(tmp_path, prompts):

@@ -12,6 +12,7 @@ from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
 from workplace import make as make_workplace
 
+from headstart.data.lock import only_writer
 from headstart.eval import acceptance, compare, side_by_side
 from headstart.eval.acceptance import Acceptance, RunSettings
 from headstart.eval.compare import Compare, labels
@@ -315,6 +316,14 @@ def test_a_refusal_is_one_line_before_anything_is_measured(
     words = [word.replace("{f}", str(workplace)) for word in words]
     assert message in error_of(monkeypatch, capsys, workplace, drafters, *words)
     assert measured == []
+
+
+def test_two_comparisons_do_not_write_to_one_folder(workplace, measured, monkeypatch, capsys):
+    said = r"^out '.*none': process \d+ on .* is writing there"
+    lock = workplace / "none" / ".compare.lock"
+    with only_writer(lock, "the other"), pytest.raises(ValueError, match=said):
+        compare.run(compare_settings(workplace, out=str(workplace / "none")))
+    assert measured == [] and not (workplace / "none").exists()
 
 
 def test_more_drafts_than_a_drafter_makes_are_refused_before_measuring(

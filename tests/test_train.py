@@ -5,6 +5,7 @@ A new script adds itself to `SCRIPTS`.
 
 import copy
 import json
+import os
 import random
 import signal
 import sys
@@ -231,6 +232,23 @@ def test_interrupted_run_ends_with_code_130_and_can_be_resumed(
     settings.training.resume = True
     run(settings)
     assert losses(tmp_path / "broken") == whole
+
+
+def test_two_runs_do_not_write_to_one_folder(
+    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = recipe(tmp_path, verifier), recipe(tmp_path, verifier, resume=True)
+    said = rf"training\.output_dir '.*run': process {os.getpid()} on .* is writing there"
+
+    def fit(*arguments: Any) -> None:
+        with pytest.raises(ValueError, match=said):
+            run(second)
+        fitted.append(real(*arguments))
+
+    real, fitted = shared.fit, []
+    monkeypatch.setattr(shared, "fit", fit)
+    run(first)
+    assert len(fitted) == 1 and not list((tmp_path / "run").glob(".*"))
 
 
 def test_resume_with_other_settings_or_another_verifier_is_refused(

@@ -1,10 +1,15 @@
 """What every training script shares: the common part of its recipe, and the run itself."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from headstart.data.collate import Featurizer
+from headstart.data.lock import only_writer
 from headstart.models import vocab
 from headstart.models.drafter import Batch, TrainableDrafter
 from headstart.models.joint import ADAPTER, JointConfig, JointModel
@@ -55,7 +60,21 @@ def train(
     """
     training = recipe.training
     accelerator = launch(training)
-    resolved = asdict(recipe)
+    folder = Path(training.output_dir)
+    writer = only_writer(folder / ".training.lock", f"training.output_dir {str(folder)!r}")
+    with writer if accelerator.is_main_process else nullcontext():
+        _train(recipe, accelerator, kind, create, rewrite, joint)
+
+
+def _train(
+    recipe: CommonRecipe,
+    accelerator: Accelerator,
+    kind: str,
+    create: Callable[[Verifier, Data], TrainableDrafter],
+    rewrite: Callable[[Any, Featurize], Featurize] | None,
+    joint: JointConfig | None,
+) -> None:
+    training, resolved = recipe.training, asdict(recipe)
     tracker = Tracker(
         recipe.tracking, training.output_dir, resolved, main=accelerator.is_main_process
     )
