@@ -18,6 +18,19 @@ from jsonargparse import auto_cli, set_parsing_settings
 Settings = TypeVar("Settings")
 ROOT = Path(__file__).resolve().parent
 
+_MEANS = {  # what others call a setting, and its name here
+    "num_heads": "num_steps",
+    "lr": "learning_rate",
+    "epochs": "num_epochs",
+    "steps": "max_steps",
+    "batch_size": "batch_tokens",
+    "gradient_accumulation_steps": "accumulation",
+    "max_seq_length": "max_length",
+    "vocab_size": "draft_vocab_size",
+    "model": "verifier",
+    "num_speculative_tokens": "draft_length",
+}
+
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # a field's docstring is its help
 
 
@@ -47,8 +60,9 @@ def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
         ValueError: an unknown key, a value of the wrong kind, no such file; named in one line.
     """
     words = arguments(argv)
+    other = _other_script(settings_class, words)
     try:
-        return auto_cli(
+        settings = auto_cli(
             settings_class,
             args=words,
             as_positional=False,
@@ -56,7 +70,11 @@ def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
             allow_abbrev=False,  # half a name is a mistake
         )
     except (argparse.ArgumentError, TypeError) as error:
-        raise ValueError(_explained(_one_line(error), settings_class, words)) from error
+        message = _explained(_one_line(error), settings_class, words)
+        raise ValueError(f"{message}; {other}" if other else message) from error
+    if other:
+        warnings.warn(other, stacklevel=2)
+    return settings
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -117,19 +135,56 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
         r": - Expected a path but .* either not accessible or invalid - ", ": ", message
     )
     message = re.sub(r"Problem with given class_path '[\w.]+': ", "", message)  # of a list's item
+    item = re.match(
+        r"([\w.]+): Not a valid subclass of \w+\. (Got value: .*) Subclass types", message
+    )
+    if item:
+        message = f"{item[1]}: Expected one setting or more. {item[2]}"
     group = re.match(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.match(r"(?:unrecognized arguments:|Option) (?:--|')?([\w.]+)", message)
     field = re.match(r"([\w.]+):", message)
     nested = re.match(r"([\w.]+): Option '([\w.]+)'", message)
     within = group or nested
     unknown = f"{within[1]}.{within[2]}" if within else other[1] if other else ""
-    near = difflib.get_close_matches(unknown, _field_names(settings_class), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "--help lists every setting"
+    unknown = f"{item[1]}." if item else unknown
+    hint = _hint(unknown, _field_names(settings_class))
     given = field[1] if field else unknown
-    files = [file for word, file in pairwise(words) if word == "--config"]
+    files = _config_files(words)
     if files and not any(word.split("=")[0] == f"--{given}" for word in words):
         message = f"{', '.join(files)}: {message}"
     return f"{message}; {hint}"
+
+
+def _hint(unknown: str, names: list[str]) -> str:
+    """What may have been meant: a synonym, a like name in the section, or in another one."""
+    section, _, word = unknown.rpartition(".")
+    last = {name: name.rpartition(".")[2] for name in names}
+    within = [last[name] for name in names if name == f"{section}.{last[name]}"]
+    meant = _MEANS.get(word)
+    near = (
+        [name for name in names if last[name] == meant]
+        or [f"{section}.{close}" for close in difflib.get_close_matches(word, within, n=1)]
+        or [n for close in difflib.get_close_matches(word, last.values(), n=1)
+            for n in names if last[n] == close]
+    )  # fmt: skip
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"{section} has {', '.join(within)}" if within else "--help lists every setting"
+
+
+def _config_files(words: list[str]) -> list[str]:
+    return [file for word, file in pairwise(words) if word == "--config"]
+
+
+def _other_script(settings_class: type, words: list[str]) -> str | None:
+    """What to say of a recipe whose header names another script than this one."""
+    here = Path(sys.modules[settings_class.__module__].__file__).stem
+    for file in filter(os.path.isfile, _config_files(words)):
+        header = re.match(r"(#.*\n)*", Path(file).read_text(encoding="utf-8", errors="replace"))[0]
+        script = re.search(r"\b((?:train|eval)/(\w+)\.py) --config", header)
+        if script and script[2] != here:
+            return f"{file} is a recipe of {script[1]}"
+    return None
 
 
 def _field_names(settings_class: type, prefix: str = "") -> list[str]:

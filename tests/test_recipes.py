@@ -47,6 +47,7 @@ def test_folder_is_named_like_its_script(folder: Path) -> None:
     assert not [p for p in folder.rglob("*") if p.suffix != ".yaml"]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_recipe_parses(recipe: Path) -> None:
     settings = parse(settings_class(recipe), ["--config", str(recipe)])

@@ -14,6 +14,7 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from headstart import script
 from headstart.script import ROOT, arguments, parse, run_script
+from headstart.train import draft_lm, medusa
 
 SCRIPTS = sorted(
     path
@@ -69,6 +70,7 @@ def test_overrides_come_after_the_file(recipe: str) -> None:
     [
         ("out: x\nnumsteps: 3", "recipe.yaml: Option 'numsteps' .*did you mean 'num_steps'"),
         ("out: x\noptimizer:\n  lerning_rate: 1", "did you mean 'optimizer.learning_rate'"),
+        ("out: x\noptimizer:\n  zzz: 1", "'zzz'; optimizer has learning_rate$"),
         ("out: x\nwholly_unknown: 1", "'wholly_unknown' is not accepted; --help lists"),
         ("out: x\nnum_steps: three", "recipe.yaml: num_steps: Expected a int.*three"),
         ("num_steps: 3", "required: out"),
@@ -89,11 +91,17 @@ def test_fault_in_a_recipe_is_one_line_that_names_it(tmp_path: Path, text: str, 
         (["--optimizer.learning", "3"], "did you mean 'optimizer.learning_rate'"),
         (["--num_steps", "x"], "^num_steps: Expected a int. Got value: x"),
         (["--layers", "one"], "^layers: "),
+        (["--learning_rate", "3"], "did you mean 'optimizer.learning_rate'"),
+        (["--optimiser.learning_rate", "3"], "did you mean 'optimizer.learning_rate'"),
+        (["--optimizer.lr", "3"], "did you mean 'optimizer.learning_rate'"),
+        (["--num_heads", "3"], "did you mean 'num_steps'"),
         (["stray"], "arguments: stray"),
         (
             ["--others", "[{lerning_rate: 1}]"],
             "^others: Option 'lerning_rate' is not accepted; did you mean 'others.learning_rate'",
         ),
+        (["--others", "[{}]"], "^others: Expected .* Got value: {}; others has learning_rate$"),
+        (["--others", "[3]"], "^others: Expected .* Got value: 3; others has learning_rate$"),
         (["--others", "[{learning_rate: x}]"], "^others: learning_rate: Expected a float"),
     ],
 )
@@ -106,6 +114,25 @@ def test_fault_on_the_command_line_is_one_line(recipe: str, words: list[str], sa
 def test_missing_recipe_is_named() -> None:
     with pytest.raises(ValueError, match=r"does not exist.*nowhere\.yaml"):
         parse(Recipe, ["--config", "nowhere.yaml"])
+
+
+def test_number_of_heads_is_the_number_of_steps() -> None:
+    words = ["--config", "recipes/medusa/tiny.yaml", "--drafter.num_heads", "3"]
+    with pytest.raises(ValueError, match=r"did you mean 'loss\.num_steps'"):
+        parse(medusa.Recipe, words)
+
+
+def test_recipe_of_another_script_is_told(tmp_path: Path) -> None:
+    shipped = ["--config", "recipes/eagle3/tiny.yaml"]
+    said = "recipes/eagle3/tiny.yaml is a recipe of train/eagle3.py$"
+    with pytest.raises(ValueError, match=f"'draft_vocab_size'.*; {said}"):
+        parse(draft_lm.Recipe, shipped)
+    with pytest.warns(UserWarning, match=f"^{said}"):  # every setting fits
+        parse(medusa.Recipe, shipped)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((ROOT / "recipes/eagle3/tiny.yaml").read_text())
+    with pytest.raises(ValueError, match=r"mine\.yaml is a recipe of train/eagle3\.py$"):
+        parse(draft_lm.Recipe, ["--config", str(mine)])
 
 
 def test_dashes_in_option_names_are_underscores_and_values_stay() -> None:
