@@ -10,8 +10,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 RECIPE ?= recipes/eagle3/smollm2-135m.yaml
 ACCEPTANCE ?= --drafter outputs/quickstart/best --out outputs/quickstart
-SMOKE_ACCEPTANCE ?= --drafter outputs/tiny/best --out outputs/tiny --decode_prompts 6 \
-	--speed_prompts 2 --max_new_tokens 16
+SMOKE_ACCEPTANCE ?= --drafter outputs/tiny-eagle3/best --out outputs/tiny-eagle3 \
+	--decode_prompts 6 --speed_prompts 2 --max_new_tokens 16
 PYTEST_ARGS ?=
 
 VENV := .venv

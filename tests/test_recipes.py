@@ -66,6 +66,18 @@ def test_shipped_data_of_a_recipe_exists(recipe: Path) -> None:
     assert not [p for p in shipped if resolve(p) is None]
 
 
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem == "tiny"], ids=name)
+def test_tiny_runs_are_named_like_their_script(recipe: Path) -> None:
+    folder = f"outputs/tiny-{recipe.parent.name}"
+    assert yaml.safe_load(recipe.read_text(encoding="utf-8"))["training"]["output_dir"] == folder
+
+
+def test_smoke_measures_the_drafter_that_it_trains() -> None:
+    smoke = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--config recipes/eagle3/tiny.yaml" in smoke
+    assert "--drafter outputs/tiny-eagle3/best --out outputs/tiny-eagle3 " in smoke
+
+
 @pytest.mark.parametrize("section", ["", "training"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_unknown_key_is_refused(recipe: Path, section: str, tmp_path: Path) -> None:
