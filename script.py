@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,15 @@ def arguments(argv: list[str]) -> list[str]:
     return words
 
 
+@contextmanager
+def named(setting: str) -> Iterator[None]:
+    """Errors say which setting they are about: its name, and its value unless they show it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
+
+
 def options(text: str, config_class: type[Settings]) -> Settings:
     """`name:key=3,other=4` as the config of integers that it names; what is not said has its
     default.
@@ -109,7 +119,7 @@ def options(text: str, config_class: type[Settings]) -> Settings:
         key = key.strip().replace("-", "_")
         if key not in known or not re.fullmatch(r"\s*-?\d+\s*", value):
             raise ValueError(
-                f"{text!r}: {part!r} is not understood; {name} takes whole numbers for "
+                f"{part!r} is not understood; {name} takes whole numbers for "
                 f"{', '.join(known)}, such as {name}:{known[0]}=4"
             )
         values[key] = int(value)

@@ -80,13 +80,13 @@ def resolve(path: str) -> Path | None:
 def _read_all(source: str, split: str) -> Iterator[Conversation]:
     path = resolve(source)
     if path is None and (source.endswith((".jsonl", ".json")) or source.startswith((".", "/"))):
-        raise ValueError(f"data {source!r}: no such file or folder")
+        raise ValueError(f"{source!r}: no such file or folder")
     if path is None:
         yield from _read_hub(source, split)
         return
     files = sorted(path.glob("**/*.jsonl")) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"data {source!r}: the folder holds no .jsonl file")
+        raise ValueError(f"{source!r}: the folder holds no .jsonl file")
     for file in files:
         yield from _read_file(file)
 
@@ -116,7 +116,7 @@ def _read_hub(name: str, split: str) -> Iterator[Conversation]:
         rows = datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # the library raises a dozen kinds, all meaning "not to be had"
         raise ValueError(
-            f"data {name!r}: neither a local file nor a Hub data set that can be loaded "
+            f"{name!r}: neither a local file nor a Hub data set that can be loaded "
             f"({str(error).strip().splitlines()[0]})"
         ) from error
     for number, row in enumerate(rows):

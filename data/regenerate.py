@@ -33,6 +33,7 @@ from headstart.data.conversations import Conversation
 from headstart.data.template import template_ids
 from headstart.models.sampling import RowRandom, Sampling, draw
 from headstart.models.verifier import Verifier
+from headstart.script import named
 
 
 @dataclass
@@ -258,7 +259,8 @@ def read_prompts(settings: Regenerate) -> list[Conversation]:
     """
     if settings.prompts is None:
         return []
-    rows = list(conversations.read(settings.prompts, settings.split, settings.limit))
+    with named("prompts"):
+        rows = list(conversations.read(settings.prompts, settings.split, settings.limit))
     if not rows:
         raise ValueError(f"prompts {settings.prompts!r}: nothing to answer, it holds no rows")
     prompts = [c for c in rows if c.asked()]

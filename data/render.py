@@ -39,6 +39,7 @@ from headstart.data.template import (
 )
 from headstart.models import embedded
 from headstart.models.verifier import end_of_turn_ids, first_line
+from headstart.script import named
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Audit:
                     "nothing of its assistant turns is found in what the verifier's chat template "
                     "writes; see a row with data/render.py"
                 )
-            raise ValueError(f"data {source!r}: not one supervised token: {reason}")
+            raise ValueError(f"{source!r}: not one supervised token: {reason}")
         if self.terminators != self.finished:
             warnings.warn(
                 f"data {source!r}: {self.terminators} supervised terminators for {self.finished} "
@@ -376,16 +377,17 @@ def run(settings: Render) -> None:
     audit = Audit()
     shown = False
     source = conversations.read(settings.data, settings.split, settings.limit)
-    for number, conversation in enumerate(source):
-        rows = render(conversation, *arguments)
-        audit.add(rows)
-        for row in rows if number == settings.row else ():
-            shown = True
-            note = ", truncated" if row.truncated else ""
-            print(f"{row.id} ({row.category}, {len(row.input_ids)} tokens{note})")
-            print(painted(row, tokenizer, sys.stdout.isatty()), end="\n\n")
-    print(audit)
-    audit.check(settings.data, settings.max_length)
+    with named("data"):
+        for number, conversation in enumerate(source):
+            rows = render(conversation, *arguments)
+            audit.add(rows)
+            for row in rows if number == settings.row else ():
+                shown = True
+                note = ", truncated" if row.truncated else ""
+                print(f"{row.id} ({row.category}, {len(row.input_ids)} tokens{note})")
+                print(painted(row, tokenizer, sys.stdout.isatty()), end="\n\n")
+        print(audit)
+        audit.check(settings.data, settings.max_length)
     if not shown:
         raise ValueError(f"row {settings.row} does not exist: {audit.conversations} rows were read")
 

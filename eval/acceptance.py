@@ -20,7 +20,7 @@ from headstart.eval.losslessness import judge
 from headstart.eval.measures import Counts, summarise
 from headstart.eval.quality import Quality, compare_verifiers
 from headstart.eval.replay import rank_acceptance, replay_rows
-from headstart.eval.trial import Decoded, by_category, pick, prompt_of
+from headstart.eval.trial import Decoded, by_category, pick
 from headstart.eval.typical import Typical
 from headstart.models import loading, trees
 from headstart.models.drafter import (
@@ -34,6 +34,7 @@ from headstart.models.loading import load_pair
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
+from headstart.script import named
 
 
 @dataclass
@@ -54,18 +55,21 @@ class RunSettings:
     typical_delta: float = Typical.delta
     """And one of more than this share of exp(-entropy in nats), in (0, 1)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise a ValueError for settings that do not go together."""
         Sampling(self.temperature, self.top_k, self.top_p)
         if self.drafting not in ("greedy", "sampled"):
             raise ValueError(f"drafting must be greedy or sampled, got {self.drafting!r}")
         if self.acceptance not in ("exact", "typical"):
             raise ValueError(f"acceptance must be exact or typical, got {self.acceptance!r}")
-        given = Typical(self.typical_epsilon, self.typical_delta)
-        if self.acceptance == "exact" and given != Typical():
-            raise ValueError(
-                f"typical_epsilon {given.epsilon:g} and typical_delta {given.delta:g} are not used "
-                "by acceptance exact; leave them out or set acceptance to typical"
-            )
+        Typical(self.typical_epsilon, self.typical_delta)
+        for name in ("typical_epsilon", "typical_delta") if self.acceptance == "exact" else ():
+            value = getattr(self, name)
+            if value != getattr(RunSettings, name):
+                raise ValueError(
+                    f"{name} {value:g} is not used by acceptance exact; leave it out or set "
+                    "acceptance to typical"
+                )
         if self.acceptance == "typical" and self.temperature == 0:
             raise ValueError(
                 "acceptance typical equals exact at temperature 0, where only the argmax is kept; "
@@ -139,6 +143,9 @@ class Measurement:
                 raise ValueError(f"{name} must be 0 (all) or more, got {getattr(self, name)}")
         if not self.runs:
             raise ValueError("runs must name at least one law to measure under")
+        for number, one in enumerate(self.runs):
+            with named(f"runs[{number}]"):
+                one.check()
         if self.tree is not None and trees.optimal_budget(self.tree) is None:
             trees.parse(self.tree)
 
@@ -167,34 +174,23 @@ def timed_replay(
     return counts, time.monotonic() - began
 
 
-def decoded_row(decoded: Decoded) -> Row:
-    """The text just decoded, as a row to replay."""
-    prompt = prompt_of(decoded.row)
-    answer = decoded.output.tokens
-    row = decoded.row
-    return Row(
-        input_ids=prompt + answer,
-        loss_mask=[0] * len(prompt) + [1] * len(answer),
-        id=row.id,
-        category=row.category,
-        temperature=row.temperature,
-    )
-
-
 def read_rows(verifier: Verifier, run: RunSettings, settings: Measurement) -> list[Row]:
     """The run's conversations, rendered.
 
     Raises:
         ValueError: data that cannot be read, or answers written at another temperature.
     """
-    rows, _ = render.render_all(
-        run.data, verifier.tokenizer, verifier.terminator_ids, settings.max_length
-    )
+    name = f"runs[{settings.runs.index(run)}]"
+    with named(f"{name}.data"):
+        rows, _ = render.render_all(
+            run.data, verifier.tokenizer, verifier.terminator_ids, settings.max_length
+        )
     for row in rows:
         if row.temperature is not None and row.temperature != run.temperature:
             raise ValueError(
-                f"{run.data}: {row.id} was answered at temperature {row.temperature}, the run has "
-                f"{run.temperature}; replay needs answers written at its own temperature"
+                f"{name}.data: {run.data}: {row.id} was answered at temperature {row.temperature}, "
+                f"the run has {run.temperature}; replay needs answers written at its own "
+                "temperature"
             )
     return rows
 
@@ -213,7 +209,7 @@ def replayed(
     """
     if not isinstance(drafter, TrainableDrafter) or run.typical:
         return None
-    again = [decoded_row(d) for d in decoded]
+    again = [d.as_row() for d in decoded]
     same, same_seconds = timed_replay(drafter, again, run, settings, settings.max_new_tokens)
     everything, seconds = same, same_seconds
     if rows:
@@ -305,11 +301,12 @@ def check(drafter: Drafter, settings: Acceptance) -> None:
     if settings.tree is None:
         return
     if trees.optimal_budget(settings.tree) is None:
-        check_depth(drafter, trees.parse(settings.tree).depth, "the depth of the tree")
+        depth = trees.parse(settings.tree).depth
+        check_depth(drafter, depth, f"tree {settings.tree!r}: its depth")
     elif not isinstance(drafter, TrainableDrafter):
         raise ValueError(
-            f"tree: {settings.tree} needs acceptance by rank, which {settings.drafter} cannot tell "
-            "without decoding; pass a dynamic or static tree"
+            f"tree {settings.tree!r} needs acceptance by rank, which {settings.drafter} cannot "
+            "tell without decoding; pass a dynamic or static tree"
         )
 
 

@@ -25,6 +25,7 @@ from headstart.eval.trial import pick
 from headstart.models import loading, trees
 from headstart.models.loading import load
 from headstart.models.verifier import Verifier
+from headstart.script import named
 
 _FREE = ("out", "verifier", "allow_verifier", "runs", "tree", "batch_size")
 """Settings in which reports may differ, or which are compared in another way."""
@@ -210,7 +211,8 @@ def to_measure(
             a report in its place that was measured otherwise.
     """
     drafter = load(name, verifier, wanted.allow_verifier)
-    acceptance.check(drafter, wanted)
+    with named(f"drafters {name!r}"):
+        acceptance.check(drafter, wanted)
     path = Path(wanted.out) / "report.json"
     compared = Compared(label, name, path, training_tokens(name), None)
     if not path.is_file():

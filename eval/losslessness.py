@@ -28,6 +28,7 @@ from headstart.models.loading import load_pair
 from headstart.models.sampling import Sampling, mix
 from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
+from headstart.script import named
 
 SIGNIFICANCE = 0.001  # a p-value below it says that samples do not follow the law
 _LEAST_DRAWS = 50  # of a law, for a test of it
@@ -250,9 +251,10 @@ def run(settings: Losslessness) -> bool:
         settings.device,
         settings.allow_verifier,
     )
-    rows, _ = render.render_all(
-        settings.prompts, verifier.tokenizer, verifier.terminator_ids, settings.max_length
-    )
+    with named("prompts"):
+        rows, _ = render.render_all(
+            settings.prompts, verifier.tokenizer, verifier.terminator_ids, settings.max_length
+        )
     shapes: list[Shape] = [trees.chain(settings.draft_length)]
     if settings.tree is not None:
         shapes.append(trees.parse(settings.tree))

@@ -1,7 +1,7 @@
 """Decoding prompts for real: several shapes of proposal over the same ones, compared and timed."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ class Decoded:
 
     def counts(self) -> Counts:
         return self.output.counts(self.row.id, self.row.category)
+
+    def as_row(self) -> Row:
+        """The text just decoded, to be replayed."""
+        prompt, answer = prompt_of(self.row), self.output.tokens
+        mask = [0] * len(prompt) + [1] * len(answer)
+        return replace(self.row, input_ids=prompt + answer, loss_mask=mask)
 
 
 def prompt_of(row: Row) -> list[int]:

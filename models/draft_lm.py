@@ -32,6 +32,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape, walk
 from headstart.models.verifier import States, Verifier
+from headstart.script import named
 
 
 @dataclass
@@ -80,12 +81,14 @@ class DraftLM(TrainableDrafter):
             ValueError: no such model, another tokenizer, layers that the verifier does not have.
         """
         if config.init.startswith("layers:"):
-            lm = cut(verifier, parse_layers(config.init, "drafter.init"))
+            lm = parse_cut(config.init, verifier, "drafter.init")
             model = copy.deepcopy(lm.model).float()  # the verifier's own weights stay as they are
             lm = Verifier(model, lm.tokenizer, lm.name)
         else:
-            lm = load_lm(config.init, "float32", verifier)
-        drafter = cls(lm, verifier, loss)
+            with named("drafter.init"):
+                lm = load_lm(config.init, "float32", verifier, "Or pass layers:0-5.")
+        with named(f"drafter.init {config.init!r}"):
+            drafter = cls(lm, verifier, loss)
         drafter.model.requires_grad_(True)
         return drafter
 
@@ -241,7 +244,7 @@ def check_tokenizer(lm: Verifier, verifier: Verifier) -> None:
     raise ValueError(
         f"drafter {lm.name!r} has another tokenizer than the verifier {verifier.name!r}: "
         f"{len(ours)} tokens against {len(theirs)}, {len(differing)} of the verifier's differ"
-        f"{example}; pass a model of the same family, or prompt-lookup"
+        f"{example}; pass a model of the same family"
     )
 
 
@@ -254,7 +257,7 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     if not layers or not all(0 <= layer < verifier.num_layers for layer in layers):
         wrong = [layer for layer in layers if not 0 <= layer < verifier.num_layers]
         raise ValueError(
-            f"drafter: layers must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
+            f"layers must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
             f"got {wrong[0] if wrong else 'none'}"
         )
     config = copy.deepcopy(verifier.model.config)
@@ -280,7 +283,13 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     return Verifier(model.to(verifier.device), verifier.tokenizer, name)
 
 
-def parse_layers(text: str, field: str) -> tuple[int, ...]:
+def parse_cut(text: str, verifier: Verifier, field: str) -> Verifier:
+    """The verifier cut to layers:0-3,28,29, the value of `field`."""
+    with named(f"{field} {text!r}"):
+        return cut(verifier, parse_layers(text))
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
     """layers:0-3,28,29
 
     Raises:
@@ -291,15 +300,20 @@ def parse_layers(text: str, field: str) -> tuple[int, ...]:
         span = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
         if not span or int(span[2] or span[1]) < int(span[1]):
             raise ValueError(
-                f"{field} {text!r}: {part!r} is no layer, nor a range of them; write layers:0-5 or "
-                "layers:0,1,29"
+                f"{part!r} is no layer, nor a range of them; write layers:0-5 or layers:0,1,29"
             )
         found += range(int(span[1]), int(span[2] or span[1]) + 1)
     return tuple(found)
 
 
-def load_lm(name: str, dtype: str, verifier: Verifier) -> Verifier:
-    """A causal language model to draft with.
+def load_lm(
+    name: str,
+    dtype: str,
+    verifier: Verifier,
+    others: str = "(A drafter may also be the folder of a checkpoint, prompt-lookup, lookahead, or "
+    "layers:0-5.)",
+) -> Verifier:
+    """A causal language model to draft with; `others` ends the error, with what else could be.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -308,7 +322,4 @@ def load_lm(name: str, dtype: str, verifier: Verifier) -> Verifier:
         return Verifier.load(name, dtype, verifier.device)
     except ValueError as error:
         message = str(error).replace("verifier", "drafter", 1)
-        raise ValueError(
-            f"{message} (A drafter may also be the folder of a checkpoint, prompt-lookup, "
-            "lookahead, or layers:0-5.)"
-        ) from error
+        raise ValueError(f"{message} {others}") from error

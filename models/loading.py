@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.models.draft_lm import DraftLM, cut, load_lm, parse_layers
+from headstart.models.draft_lm import DraftLM, load_lm, parse_cut
 from headstart.models.drafter import Drafter, TrainableDrafter, made_for
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
@@ -19,7 +19,7 @@ from headstart.models.lookup import (
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
 from headstart.models.verifier import Verifier
-from headstart.script import options
+from headstart.script import named, options
 
 CLASSES: dict[str, type[TrainableDrafter]] = {
     "eagle3": Eagle3,
@@ -51,10 +51,10 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
     kind = name.partition(":")[0]
     if kind in LOOKUPS:
         lookup, config = LOOKUPS[kind]
-        return lookup(options(name, config))
+        with named(f"drafter {name!r}"):
+            return lookup(options(name, config))
     if kind == "layers":
-        layers = parse_layers(name, "drafter")
-        return DraftLM(cut(verifier, layers), verifier, LossConfig()).eval()
+        return DraftLM(parse_cut(name, verifier, "drafter"), verifier, LossConfig()).eval()
     dtype = str(verifier.dtype).removeprefix("torch.")
     if not is_checkpoint(name):
         return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig()).eval()

@@ -231,7 +231,7 @@ def optimal_budget(text: str) -> int | None:
         return None
     if not budget.isdecimal() or not 1 <= int(budget) <= MOST_NODES:
         raise ValueError(
-            f"tree: {text!r} needs a number of nodes, 1 … {MOST_NODES}, such as optimal:60"
+            f"tree {text!r}: needs a number of nodes, 1 … {MOST_NODES}, such as optimal:60"
         )
     return int(budget)
 
@@ -243,6 +243,13 @@ def parse(text: str) -> Shape:
     Raises:
         ValueError: another name, or numbers that make no tree.
     """
+    try:
+        return _parse(text)
+    except ValueError as error:
+        raise ValueError(f"tree {text!r}: {str(error).removeprefix('tree: ')}") from error
+
+
+def _parse(text: str) -> Shape:
     kind, _, rest = text.partition(":")
     if kind == "chain" and rest.isdecimal():
         return chain(int(rest))
@@ -256,15 +263,15 @@ def parse(text: str) -> Shape:
         except (OSError, ValueError) as error:
             what = "no such file" if not Path(rest).exists() else "not a JSON file"
             raise ValueError(
-                f"tree: {rest!r} is neither widths such as 4x2x2 nor a file with paths: {what}"
+                f"neither widths such as 4x2x2 nor a file with paths: {rest}: {what}"
             ) from error
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
             raise ValueError(
-                f"tree: {rest!r} must hold a list of paths of ranks, such as [[0], [1], [0, 0]]"
+                f"{rest} must hold a list of paths of ranks, such as [[0], [1], [0, 0]]"
             )
         return static(paths, text)
     raise ValueError(
-        f"tree: {text!r} is not known; pass dynamic:depth=5,top_k=10,total=60, static:4x2x2, "
+        "not known; pass dynamic:depth=5,top_k=10,total=60, static:4x2x2, "
         "static:paths.json or optimal:60"
     )
 

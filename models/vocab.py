@@ -22,7 +22,8 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
     total = verifier.vocab_size
     if not 1 <= size <= total:
         raise ValueError(
-            f"draft_vocab_size must be in 1 … {total} (the verifier's vocabulary), got {size}"
+            f"drafter.draft_vocab_size must be in 1 … {total} (the verifier's vocabulary), "
+            f"got {size}"
         )
     tokenizer = verifier.tokenizer
     special = set(tokenizer.all_special_ids) | set(verifier.terminator_ids)
@@ -30,7 +31,7 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
     special = {i for i in special if i < total}
     if len(special) > size:
         raise ValueError(
-            f"draft_vocab_size {size} cannot hold the {len(special)} special ids; "
+            f"drafter.draft_vocab_size {size} cannot hold the {len(special)} special ids; "
             f"pass {len(special)} or more"
         )
     rank = token_counts.double().clone()

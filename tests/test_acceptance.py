@@ -320,7 +320,7 @@ def two_heads(workplace) -> str:
     [
         ([], "draft_length is 4, but this drafter makes 2 drafts in a row at most; pass 2 or less"),
         (["--draft_length=2"], "speed_draft_lengths is 4, but"),
-        (["--tree=dynamic"], "the depth of the tree is 5, but"),
+        (["--tree=dynamic"], ": its depth is 5, but"),
     ],
 )
 def test_more_drafts_than_heads_are_refused_before_anything_is_measured(
@@ -369,12 +369,27 @@ BAD = {
     "no token": (["--max_new_tokens=0"], "max_new_tokens must be 1 or more, got 0"),
     "prompts below zero": (["--decode_prompts=-1"], "decode_prompts must be 0 (all) or more"),
     "no drafter": (["--drafter=/nowhere"], "drafter '/nowhere' is not a checkpoint"),
-    "no data": (['--runs=[{"data": "/nowhere.jsonl"}]'], "/nowhere.jsonl"),
+    "no data": (
+        ['--runs=[{"data": "/nowhere.jsonl"}]'],
+        "error: runs[0].data: '/nowhere.jsonl': no such file",
+    ),
     "longer than the context": (["--max_new_tokens=95"], "that is more than the context"),
     "unknown key": (["--draft_lenght=3"], "draft_length"),
     "no runs": (["--runs=[]"], "runs must name at least one law"),
     "unknown dtype": (["--dtype=float8"], "dtype 'float8'"),
-    "unknown tree": (["--tree=bush"], "tree: 'bush' is not known"),
+    "unknown tree": (["--tree=bush"], "error: tree 'bush': not known"),
+    "a tree without width": (["--tree=static:0x2"], "error: tree 'static:0x2': static widths"),
+    "a tree's unknown option": (["--tree=dynamic:k=2"], "error: tree 'dynamic:k=2': 'k=2' is not"),
+    "a tree of no level": (["--tree=dynamic:depth=0"], "error: tree 'dynamic:depth=0': depth must"),
+    "a tree in no file": (["--tree=static:no.json"], "error: tree 'static:no.json': neither"),
+    "the second run": (
+        ["--runs=[{temperature: 0}, {temperature: -1}]"],
+        "error: runs[1]: temperature must be 0 (greedy) or a positive number, got -1",
+    ),
+    "data of the second run": (
+        ["--runs=[{data: '{folder}/t0.jsonl'}, {data: nowhere.jsonl}]"],
+        "error: runs[1].data: 'nowhere.jsonl': no such file",
+    ),
     "a tree without nodes": (["--tree=optimal:0"], "needs a number of nodes"),
     "an optimal tree of a lookup": (
         ["--drafter=prompt-lookup", "--verifier={folder}/verifier", "--tree=optimal:9"],
@@ -383,13 +398,16 @@ BAD = {
     "a lookup of no verifier": (["--drafter=lookahead"], "made for none in particular"),
     "an option that a lookup has not": (
         ["--drafter=prompt-lookup:ngram=3", "--verifier={folder}/verifier"],
-        "takes whole numbers for max_ngram, min_ngram",
+        "error: drafter 'prompt-lookup:ngram=3': 'ngram=3' is not understood; prompt-lookup takes",
     ),
     "layers that are not there": (
         ["--drafter=layers:0-8", "--verifier={folder}/verifier"],
-        "ids in 0 … 7",
+        "error: drafter 'layers:0-8': layers must be ids in 0 … 7",
     ),
-    "no layers": (["--drafter=layers:a", "--verifier={folder}/verifier"], "'a' is no layer"),
+    "no layers": (
+        ["--drafter=layers:a", "--verifier={folder}/verifier"],
+        "'layers:a': 'a' is no layer",
+    ),
     "a model that is not there": (
         ["--drafter=nobody/nothing", "--verifier={folder}/verifier"],
         "drafter 'nobody/nothing'",
@@ -422,7 +440,7 @@ def test_bad_input_is_refused_in_one_line(case, workplace, monkeypatch, capsys):
         ),
         (
             {"typical_delta": 0.5},
-            "typical_epsilon 0.09 and typical_delta 0.5 are not used by acceptance exact; leave",
+            "error: runs[0]: typical_delta 0.5 is not used by acceptance exact; leave it out or",
         ),
         ({"temperature": 1}, "was answered at temperature 0.0, the run has 1.0"),
     ],

@@ -331,10 +331,10 @@ def test_more_drafts_than_a_drafter_makes_are_refused_before_measuring(
 ):
     monkeypatch.setattr(Eagle3, "max_depth", 2)
     drafters = ["prompt-lookup", str(workplace / "one" / "best")]
-    message = "draft_length is 3, but this drafter makes 2 drafts in a row"
+    message = "one/best': draft_length is 3, but this drafter makes 2 drafts in a row"
     assert message in error_of(monkeypatch, capsys, workplace, drafters)
     words = ["--draft_length=2", "--speed_draft_lengths=[1]", "--tree=static:2x2x1"]
-    message = "the depth of the tree is 3, but this drafter makes 2"
+    message = "one/best': tree 'static:2x2x1': its depth is 3, but this drafter makes 2"
     assert message in error_of(monkeypatch, capsys, workplace, drafters, *words)
     assert measured == []
 

@@ -175,7 +175,7 @@ def test_all_rows_are_read_unless_limited(tmp_path):
 
 
 def test_missing_sources_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data 'nowhere\.jsonl': no such file"):
+    with pytest.raises(ValueError, match=r"^'nowhere\.jsonl': no such file"):
         list(read("nowhere.jsonl"))
     with pytest.raises(ValueError, match="the folder holds no"):
         list(read(str(tmp_path)))
@@ -201,5 +201,5 @@ def test_a_hub_data_set_that_does_not_exist_is_named(monkeypatch):
         raise FileNotFoundError("Dataset 'someone/none' doesn't exist")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match="data 'someone/none': neither a local file nor"):
+    with pytest.raises(ValueError, match=r"^'someone/none': neither a local file nor"):
         list(read("someone/none"))

@@ -224,5 +224,6 @@ def test_bad_settings_are_refused_in_one_line(option, value, message):
 
 @pytest.mark.parametrize("init", ["layers:0-9", "layers:x", "nowhere/nothing"])
 def test_a_start_that_is_not_there_is_refused(init):
-    with pytest.raises(ValueError, match=r"drafter"):
+    with pytest.raises(ValueError, match=rf"^drafter\.init( |: drafter )'{init}'") as error:
         make(init=init)
+    assert "prompt-lookup" not in str(error.value)

@@ -166,7 +166,7 @@ def test_greedy_text_of_another_model_is_called_not_lossless(pair, monkeypatch, 
 @pytest.mark.parametrize(
     "change, message",
     [({"temperature": 0.0}, "must be above 0"), ({"draft_length": 0}, "draft_length must be 1"),
-     ({"samples": -1}, "samples must be 0 or more, got -1"), ({"tree": "x"}, "'x' is not known"),
+     ({"samples": -1}, "samples must be 0 or more, got -1"), ({"tree": "x"}, "tree 'x': not known"),
      ({"batch_size": 0}, "batch_size must be 1 or more, got 0")],
 )  # fmt: skip
 def test_settings_that_check_nothing_are_refused(change, message, pair):

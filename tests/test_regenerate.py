@@ -221,7 +221,7 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):
         ({"max_new_tokens": 512}, "max_new_tokens 512 leaves no room .* is 512 tokens"),
         ({"limit": 0}, "limit must be 1 or more, got 0"),
         ({"temperature": -1.0}, "temperature must be 0"),
-        ({"prompts": "missing.jsonl"}, "no such file"),
+        ({"prompts": "missing.jsonl"}, r"^prompts: 'missing\.jsonl': no such file"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, prompts, fields, complaint):

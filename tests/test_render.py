@@ -420,7 +420,7 @@ def test_a_data_set_without_supervision_is_an_error_that_says_why(
 ):
     tokenizer = byte_tokenizer(template)
     source = data(tmp_path, *conversations)
-    with pytest.raises(ValueError, match=rf"data '.*data\.jsonl': not one supervised.*{reason}"):
+    with pytest.raises(ValueError, match=rf"^'.*data\.jsonl': not one supervised.*{reason}"):
         render_all(source, tokenizer, terminators(tokenizer), 60)
 
 

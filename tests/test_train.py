@@ -324,9 +324,10 @@ def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("verifier", "nowhere/nothing", "verifier 'nowhere/nothing' cannot be loaded"),
-        ("data.train", "missing.jsonl", "missing.jsonl"),
+        ("data.train", "missing.jsonl", r"^data\.train: 'missing\.jsonl': no such file"),
+        ("data.eval", "missing.jsonl", r"^data\.eval: 'missing\.jsonl': no such file"),
         ("data.max_length", 1024, "data.max_length is 1024; it must be in 2 … 512"),
-        ("drafter.draft_vocab_size", 65, "draft_vocab_size must be in 1 … 64"),
+        ("drafter.draft_vocab_size", 65, r"^drafter\.draft_vocab_size must be in 1 … 64"),
         (
             "drafter.feature_layers",
             (2, 9),

@@ -199,7 +199,7 @@ def test_a_file_that_holds_no_paths_is_refused(content, tmp_path):
 
 @pytest.mark.parametrize(
     "text, message",
-    [("bush", "'bush' is not known"), ("chain:0", "at most 4096, got 0"),
+    [("bush", "tree 'bush': not known"), ("chain:0", "at most 4096, got 0"),
      ("static:2x0", "widths must be 1 or more, got 2x0"), ("static:nowhere.json", "neither widths"),
      ("dynamic:depth=0", "at most 256, got 0"), ("dynamic:top_p=3", "'top_p=3'"),
      ("dynamic:depth=x", "'depth=x'"), ("static:nowhere.json", "no such file"),
@@ -210,6 +210,7 @@ def test_a_name_that_makes_no_tree_is_refused(text, message):
     with pytest.raises(ValueError) as error:
         parse(text)
     assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"tree {text!r}: ")
 
 
 def test_a_dynamic_tree_knows_how_large_it_can_be():

@@ -21,6 +21,7 @@ from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
+from headstart.script import named
 from headstart.train.loop import TrainingConfig
 
 
@@ -91,11 +92,13 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
         config.max_length,
         config.chat_template_kwargs,
     )
-    train, audit = render_all(config.train, *arguments, limit=config.limit)
+    with named("data.train"):
+        train, audit = render_all(config.train, *arguments, limit=config.limit)
     accelerator.print(f"{config.train}: {audit}")
     eval_rows: list[Row] = []
     if config.eval is not None:
-        eval_rows, audit = render_all(config.eval, *arguments)
+        with named("data.eval"):
+            eval_rows, audit = render_all(config.eval, *arguments)
         if config.eval_limit is not None and config.eval_limit < len(eval_rows):
             count = config.eval_limit
             eval_rows = [eval_rows[i * len(eval_rows) // count] for i in range(count)]
