@@ -131,14 +131,18 @@ def test_full_disk_leaves_the_previous_checkpoint(
     assert losses(run) == losses(whole)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "resume/optimizer.pt", "resume/ranks.pt"])
+@pytest.mark.parametrize("file", [
+    "model.safetensors", "config.json", "recipe.yaml", "resume/state.json", "resume/optimizer.pt",
+    "resume/ranks.pt",
+])  # fmt: skip
 def test_broken_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, file: str) -> None:
     train(tmp_path / "whole", max_steps=5)
     run = tmp_path / "run"
     train(run, max_steps=4, save_every=2, schedule="constant", warmup=0.0)
     broken = run / "checkpoints" / "step-000004" / file
-    broken.write_bytes(broken.read_bytes()[:100])
-    with pytest.warns(UserWarning, match=r"skipping broken checkpoint .*step-000004"):
+    broken.write_bytes(b"{" + broken.read_bytes()[:10])
+    said = rf"skipping broken checkpoint .*step-000004: {re.escape(file)}: "
+    with pytest.warns(UserWarning, match=said):
         assert Checkpoints(run, 2, {}).newest().state["step"] == 2
     with pytest.warns(UserWarning, match="skipping broken checkpoint"):
         train(run, max_steps=4, resume=True, schedule="constant", warmup=0.0)

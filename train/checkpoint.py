@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,8 @@ class Checkpoints:
         for folder in reversed(self.steps()):
             try:
                 return read(folder)
-            except Exception as error:  # whatever a half-written file makes its reader raise
-                reason = str(error).strip().splitlines() or [type(error).__name__]
-                warnings.warn(f"skipping broken checkpoint {folder}: {reason[0]}", stacklevel=2)
+            except ValueError as error:
+                warnings.warn(f"skipping broken checkpoint {folder}: {error}", stacklevel=2)
         return None
 
     def intact(self) -> str:
@@ -174,18 +173,41 @@ def acceptance_length(validation: dict[str, Any]) -> float:
 
 
 def read(folder: Path) -> Saved:
-    """A checkpoint with its resume state; raises whatever its broken part makes readers raise."""
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        weights.keys()
-    json.loads((folder / "config.json").read_text())
-    resume = folder / "resume"
+    """A checkpoint with its resume state.
+
+    Raises:
+        ValueError: a file is missing or broken; says which.
+    """
+
+    def part(name: str, reader: Callable[[Path], Any]) -> Any:
+        try:
+            return reader(folder / name)
+        except Exception as error:  # whatever a half-written file makes its reader raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"{name}: {reason[0]}") from error
+
+    part("model.safetensors", weight_names)
+    part("config.json", read_json)
     return Saved(
         folder,
-        yaml.safe_load((folder / "recipe.yaml").read_text()),
-        json.loads((resume / "state.json").read_text()),
-        torch.load(resume / "ranks.pt", map_location="cpu", weights_only=True),
-        torch.load(resume / "optimizer.pt", map_location="cpu", weights_only=True),
+        part("recipe.yaml", lambda file: yaml.safe_load(file.read_text())),
+        part("resume/state.json", read_json),
+        part("resume/ranks.pt", read_state),
+        part("resume/optimizer.pt", read_state),
     )
+
+
+def weight_names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as weights:
+        return list(weights.keys())
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def read_state(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def remove(folder: Path) -> None:
