@@ -254,10 +254,25 @@ def load_weights(drafter: TrainableDrafter, folder: Path, tensors: dict[str, Ten
     Raises:
         ValueError: other tensors than those of its config.
     """
-    try:
-        drafter.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise unreadable(folder, error) from error
+    own = drafter.state_dict()
+    wrong = {
+        "it lacks": own.keys() - tensors.keys(),
+        "it has beyond that": tensors.keys() - own.keys(),
+        "of another shape": {
+            n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape
+        },
+    }
+    said = [f"{what} {some(names)}" for what, names in wrong.items() if names]
+    if said:
+        raise unreadable(folder, ", ".join(said))
+    drafter.load_state_dict(tensors)
+
+
+def some(names: set[str]) -> str:
+    """How many tensors, and the first three of them."""
+    first = sorted(names)[:3]
+    dots = ", …" if len(names) > 3 else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(first)}{dots})"
 
 
 def unreadable(folder: Path, error: Exception | str) -> ValueError:

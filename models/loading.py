@@ -177,8 +177,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             ) from error
         found = "no readable config.json with a headstart entry"
         found = found if Path(folder).exists() else "no such folder"
+        # of a run's folder, its best checkpoint, or else its newest
+        inside = [Path(folder) / "best", *sorted(Path(folder).glob("checkpoints/step-*"))[::-1]]
+        near = next((str(path) for path in inside if (path / "config.json").is_file()), None)
+        hint = f"did you mean {near!r}?" if near else (
+            "pass the folder of a checkpoint, such as outputs/run/best"
+        )  # fmt: skip
         raise ValueError(
-            f"drafter {str(folder)!r} is not a checkpoint of headstart: {found}; pass the folder "
-            "of a checkpoint, such as outputs/run/best"
+            f"drafter {str(folder)!r} is not a checkpoint of headstart: {found}; {hint}"
         ) from error
     return config

@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import served
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from served import COUNTS, SAMPLED, Serving, check_comes_back, check_trains_and_drafts, close, texts
 from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
@@ -20,7 +21,7 @@ from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting
 from headstart.models.eagle3 import Eagle3, Eagle3Config, check_layers
 from headstart.models.feature_drafter import FeatureDrafter, State
-from headstart.models.loading import load_checkpoint
+from headstart.models.loading import load_checkpoint, load_pair
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom, Sampling
 from headstart.models.trees import chain, static
@@ -635,6 +636,33 @@ def test_a_checkpoint_whose_weights_are_damaged_is_refused(damage, tmp_path):
     with pytest.raises(ValueError, match=r"model.safetensors") as error:
         load_checkpoint(tmp_path, VERIFIER)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    make().save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        name: t for name, t in tensors.items() if ".mlp." not in name and name != "fc.weight"
+    }
+    tensors |= {"extra": torch.zeros(1), "norm.weight": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(tmp_path, VERIFIER)
+    said = (
+        "it lacks 4 tensors (fc.weight, midlayer.mlp.down_proj.weight, "
+        "midlayer.mlp.gate_proj.weight, …), it has beyond that 1 tensor (extra), of another shape "
+        "1 tensor (norm.weight); use another checkpoint"
+    )
+    assert str(error.value).endswith(said)
+
+
+def test_a_runs_folder_is_answered_with_a_checkpoint_in_it(tmp_path):
+    for name in ("best", "checkpoints/step-000005", "checkpoints/step-000010"):
+        make().save(tmp_path / name)
+    for name in ("best", "checkpoints/step-000010"):
+        with pytest.raises(ValueError, match=rf"; did you mean '{tmp_path / name}'\?$"):
+            load_pair(None, str(tmp_path), "float32", "cpu")
+        shutil.rmtree(tmp_path / "best", ignore_errors=True)
 
 
 def test_a_drafter_of_an_unknown_type_is_refused(tmp_path):

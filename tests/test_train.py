@@ -333,7 +333,7 @@ def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
             (2, 9),
             "feature_layers must be distinct, ascending ids in 1 … 8",
         ),
-        ("init_from", "nowhere", "drafter 'nowhere' is not a checkpoint"),
+        ("init_from", "nowhere", "^init_from: drafter 'nowhere' is not a checkpoint"),
         ("training.max_steps", -1, "training.max_steps is -1"),
         ("tracking.log_every", 0, "tracking.log_every is 0; it must be 1 or more"),
     ],

@@ -119,7 +119,8 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
 
 def check_kind(folder: str | Path, kind: str, field: str) -> None:
     """Raise a ValueError for a checkpoint of another type than the script trains."""
-    found = read_config(folder)["headstart"]["type"]
+    with named(field):
+        found = read_config(folder)["headstart"]["type"]
     if found != kind:
         raise ValueError(
             f"{field}: {folder} is a drafter of type {found}, this script trains {kind}; use "
