@@ -77,16 +77,27 @@ def resolve(path: str) -> Path | None:
     return None
 
 
-def _read_all(source: str, split: str) -> Iterator[Conversation]:
+def find(source: str) -> list[Path]:
+    """The files of `source`; none for a name of the Hub.
+
+    Raises:
+        ValueError: no such file or folder, or a folder without one.
+    """
     path = resolve(source)
     if path is None and (source.endswith((".jsonl", ".json")) or source.startswith((".", "/"))):
         raise ValueError(f"{source!r}: no such file or folder")
     if path is None:
-        yield from _read_hub(source, split)
-        return
+        return []
     files = sorted(path.glob("**/*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{source!r}: the folder holds no .jsonl file")
+    return files
+
+
+def _read_all(source: str, split: str) -> Iterator[Conversation]:
+    files = find(source)
+    if not files:
+        yield from _read_hub(source, split)
     for file in files:
         yield from _read_file(file)
 

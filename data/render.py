@@ -37,8 +37,8 @@ from headstart.data.template import (
     template_text,
     written_turn,
 )
-from headstart.models import embedded
-from headstart.models.verifier import end_of_turn_ids, first_line
+from headstart.models.outline import first_line, locate, not_loaded
+from headstart.models.verifier import end_of_turn_ids
 from headstart.script import named
 
 
@@ -148,15 +148,12 @@ def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]
     Raises:
         ValueError: no such verifier.
     """
-    path = embedded.folder(name) if name.startswith("embedded/") else name
+    path = locate(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         config = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"verifier {name!r} cannot be loaded: {first_line(error)} "
-            "Pass embedded/smollm2-135m, a local folder, or a Hub name."
-        ) from error
+        raise not_loaded(name, error) from error
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:  # the file is optional

@@ -295,14 +295,14 @@ def check(drafter: Drafter, settings: Acceptance) -> None:
     Raises:
         ValueError: more drafts in a row than it makes, or an optimal tree for one without replay.
     """
-    check_depth(drafter, settings.draft_length, "draft_length")
+    check_depth(drafter.max_depth, settings.draft_length, "draft_length")
     for length in settings.speed_draft_lengths:
-        check_depth(drafter, length, "speed_draft_lengths")
+        check_depth(drafter.max_depth, length, "speed_draft_lengths")
     if settings.tree is None:
         return
     if trees.optimal_budget(settings.tree) is None:
         depth = trees.parse(settings.tree).depth
-        check_depth(drafter, depth, f"tree {settings.tree!r}: its depth")
+        check_depth(drafter.max_depth, depth, f"tree {settings.tree!r}: its depth")
     elif not isinstance(drafter, TrainableDrafter):
         raise ValueError(
             f"tree {settings.tree!r} needs acceptance by rank, which {settings.drafter} cannot "

@@ -131,7 +131,7 @@ def generate(
     layers = () if drafter is None else drafter.feature_layers
     depth = 0 if drafter is None else shape.depth
     if drafter is not None:
-        check_depth(drafter, depth, "the depth of the drafts")
+        check_depth(drafter.max_depth, depth, "the depth of the drafts")
     outputs = [Generated([], 0, *([0] * depth for _ in range(3))) for _ in prompts]
     random = RowRandom(seed, list(range(len(prompts))) if row_ids is None else row_ids)
     cache = verifier.new_cache(len(prompts))

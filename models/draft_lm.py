@@ -12,6 +12,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,16 @@ from headstart.models.drafter import (
 )
 from headstart.models.growth import Nodes, grow
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape, walk
 from headstart.models.verifier import States, Verifier
 from headstart.script import named
+
+_OTHER_INIT = "Or layers:0-5, of the verifier itself."
+_OTHER_DRAFTERS = (
+    "(A drafter may also be the folder of a checkpoint, prompt-lookup, lookahead, or layers:0-5.)"
+)
 
 
 @dataclass
@@ -42,6 +49,15 @@ class DraftLMConfig:
     init: str = "layers:0-5"
     """layers:0,1,28,29: the verifier itself with only these layers, copied; or any causal language
     model with the verifier's tokenizer, as a folder or a Hub name."""
+
+    def check(self, verifier: Outline) -> None:
+        """Raise a ValueError for layers or a model that are not there."""
+        if self.init.startswith("layers:"):
+            with named(f"drafter.init {self.init!r}"):
+                check_layers(parse_layers(self.init), verifier)
+        else:
+            with model_of_drafter("drafter.init", _OTHER_INIT):
+                Outline.read(self.init)
 
 
 class State:
@@ -85,8 +101,8 @@ class DraftLM(TrainableDrafter):
             model = copy.deepcopy(lm.model).float()  # the verifier's own weights stay as they are
             lm = Verifier(model, lm.tokenizer, lm.name)
         else:
-            with named("drafter.init"):
-                lm = load_lm(config.init, "float32", verifier, "Or pass layers:0-5.")
+            with model_of_drafter("drafter.init", _OTHER_INIT):
+                lm = Verifier.load(config.init, "float32", verifier.device)
         with named(f"drafter.init {config.init!r}"):
             drafter = cls(lm, verifier, loss)
         drafter.model.requires_grad_(True)
@@ -216,9 +232,7 @@ class DraftLM(TrainableDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        target = config["headstart"]
-        shape = (target["target_hidden_size"], target["target_vocab_size"])
-        check_shape(folder, *shape, verifier)
+        check_shape(folder, config, verifier)
         drafter = cls(load_lm(str(folder), dtype, verifier), verifier, loss)
         drafter.model.requires_grad_(True)
         return drafter
@@ -254,12 +268,7 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     Raises:
         ValueError: a layer that it does not have, or none.
     """
-    if not layers or not all(0 <= layer < verifier.num_layers for layer in layers):
-        wrong = [layer for layer in layers if not 0 <= layer < verifier.num_layers]
-        raise ValueError(
-            f"layers must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
-            f"got {wrong[0] if wrong else 'none'}"
-        )
+    check_layers(layers, verifier)
     config = copy.deepcopy(verifier.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = len(layers)
@@ -281,6 +290,16 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     model.generation_config = verifier.model.generation_config
     name = f"{verifier.name} cut to layers {','.join(map(str, layers))}"
     return Verifier(model.to(verifier.device), verifier.tokenizer, name)
+
+
+def check_layers(layers: tuple[int, ...], verifier: Verifier | Outline) -> None:
+    """Raise a ValueError for a layer that the verifier does not have, or none."""
+    wrong = [layer for layer in layers if not 0 <= layer < verifier.num_layers]
+    if wrong or not layers:
+        raise ValueError(
+            f"layers must be ids in 0 … {verifier.num_layers - 1} of {verifier.name!r}, "
+            f"got {wrong[0] if wrong else 'none'}"
+        )
 
 
 def parse_cut(text: str, verifier: Verifier, field: str) -> Verifier:
@@ -306,20 +325,20 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def load_lm(
-    name: str,
-    dtype: str,
-    verifier: Verifier,
-    others: str = "(A drafter may also be the folder of a checkpoint, prompt-lookup, lookahead, or "
-    "layers:0-5.)",
-) -> Verifier:
-    """A causal language model to draft with; `others` ends the error, with what else could be.
+def load_lm(name: str, dtype: str, verifier: Verifier) -> Verifier:
+    """A causal language model to draft with.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    try:
+    with model_of_drafter("drafter", _OTHER_DRAFTERS):
         return Verifier.load(name, dtype, verifier.device)
+
+
+@contextmanager
+def model_of_drafter(field: str, others: str) -> Iterator[None]:
+    """Errors about a model name `field`, not the verifier, and end with what else it may be."""
+    try:
+        yield
     except ValueError as error:
-        message = str(error).replace("verifier", "drafter", 1)
-        raise ValueError(f"{message} {others}") from error
+        raise ValueError(f"{str(error).replace('verifier', field, 1)} {others}") from error

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from headstart.models import losses
+from headstart.models.outline import Outline
 from headstart.models.sampling import RowRandom, Sampling
 from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
@@ -217,17 +218,20 @@ def made_for(verifier: Verifier, kind: str) -> dict[str, str]:
     return {"type": kind, "verifier": verifier.name, "fingerprint": verifier.fingerprint()}
 
 
-def check_depth(drafter: Drafter, depth: int, field: str) -> None:
-    """Raise a ValueError where the drafter cannot make so many drafts in a row."""
-    if drafter.max_depth is not None and depth > drafter.max_depth:
+def check_depth(max_depth: int | None, depth: int, field: str) -> None:
+    """Raise a ValueError where a drafter of `max_depth` cannot make so many drafts in a row."""
+    if max_depth is not None and depth > max_depth:
         raise ValueError(
-            f"{field} is {depth}, but this drafter makes {drafter.max_depth} drafts in a row at "
-            f"most; pass {drafter.max_depth} or less"
+            f"{field} is {depth}, but this drafter makes {max_depth} drafts in a row at most; pass "
+            f"{max_depth} or less"
         )
 
 
-def check_shape(folder: Path, hidden_size: int, vocab_size: int, verifier: Verifier) -> None:
-    """Raise a ValueError for a drafter of a verifier of another shape."""
+def check_shape(folder: str | Path, config: dict[str, Any], verifier: Verifier | Outline) -> None:
+    """Raise a ValueError for a drafter, saved with this config, of a verifier of another shape."""
+    sizes = config | config["headstart"]
+    hidden_size = sizes.get("target_hidden_size", sizes["hidden_size"])
+    vocab_size = sizes.get("target_vocab_size", sizes["vocab_size"])
     if (hidden_size, vocab_size) != (verifier.hidden_size, verifier.vocab_size):
         raise ValueError(
             f"drafter {str(folder)!r} is for a verifier of hidden size {hidden_size} and "

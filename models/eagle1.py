@@ -138,7 +138,7 @@ class Eagle1(FeatureDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config["target_hidden_size"], config["vocab_size"], verifier)
+        check_shape(folder, config, verifier)
         drafter = cls(LlamaConfig(**config), verifier, loss)
         load_weights(drafter, folder, read_tensors(folder))
         return drafter

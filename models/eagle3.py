@@ -25,6 +25,7 @@ from headstart.models.feature_drafter import (
     llama_config,
 )
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 
 
@@ -55,6 +56,11 @@ class Eagle3Config:
                     "drafter.feature_layers must be distinct, ascending ids from 1 on, "
                     f"got {layers}"
                 )
+
+    def check(self, verifier: Outline) -> None:
+        """Raise a ValueError for what this verifier does not allow."""
+        check_layers(self.feature_layers, verifier.num_layers)
+        vocab.check_size(self.draft_vocab_size, verifier)
 
 
 def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -196,7 +202,7 @@ class Eagle3(FeatureDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config["target_hidden_size"], config["vocab_size"], verifier)
+        check_shape(folder, config, verifier)
         tensors = read_tensors(folder)
         draft_ids = None
         if "d2t" in tensors:

@@ -27,6 +27,7 @@ from headstart.models.drafter import (
     unreadable,
 )
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.verifier import States, Verifier
 
 
@@ -48,6 +49,10 @@ class HeadsConfig:
         size = self.draft_vocab_size
         if size is not None and size < 1:
             raise ValueError(f"drafter.draft_vocab_size must be 1 or more, got {size}")
+
+    def check(self, verifier: Outline) -> None:
+        """Raise a ValueError for what this verifier does not allow."""
+        vocab.check_size(self.draft_vocab_size, verifier)
 
 
 class ResidualBlocks(nn.Module):
@@ -203,7 +208,7 @@ class HeadsDrafter(TrainableDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config["hidden_size"], config["vocab_size"], verifier)
+        check_shape(folder, config, verifier)
         tensors = read_tensors(folder)
         draft_ids = tensors.get("token_map")
         found = None if draft_ids is None else len(draft_ids)

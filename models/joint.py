@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from headstart.models import losses
 from headstart.models.drafter import Batch, Loss, TrainableDrafter
 from headstart.models.losses import LossConfig
-from headstart.models.verifier import Verifier, first_line
+from headstart.models.outline import first_line
+from headstart.models.verifier import Verifier
 
 ADAPTER = "verifier_adapter"
 

@@ -6,7 +6,6 @@ Legend: B rows, T tokens, H verifier's hidden size, V its vocabulary, L feature 
 import hashlib
 import inspect
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,16 +15,14 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from headstart.models import embedded
 from headstart.models.cache import RaggedCache, visible
+from headstart.models.outline import context_length, first_line, locate, not_loaded
 
 # What the weights do not show. Not the whole config: a new release of transformers adds fields.
 _IDENTITY = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rope_parameters",
 )  # fmt: skip
-
-NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
 
 
 class States(NamedTuple):
@@ -54,7 +51,7 @@ class Verifier:
         self.hidden_size = self.config.hidden_size
         self.head = model.get_output_embeddings()
         self.vocab_size = self.head.weight.shape[0]
-        self.context_length = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context_length = context_length(self.config)
         self._attention_kinds = self._read_attention_kinds()
         self._check_logits()
         self.terminator_ids = self._find_terminators()
@@ -74,11 +71,7 @@ class Verifier:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"verifier dtype {dtype!r} is not supported; use float32 or bfloat16")
         check_device(device)
-        local = name.startswith(("/", ".", "~")) or name.count("/") > 1  # no name of the Hub
-        if local and not Path(name).is_dir():
-            what = "a file, not a folder" if Path(name).exists() else "no such folder"
-            raise ValueError(f"verifier {name!r}: {what}. {NAMES}")
-        path = embedded.folder(name) if name.startswith("embedded/") else name
+        path = locate(name)
         disable_progress_bar()  # one for a load of seconds, in between our own lines
         try:
             config = AutoConfig.from_pretrained(path)
@@ -87,9 +80,7 @@ class Verifier:
                 path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ValueError(
-                f"verifier {name!r} cannot be loaded: {first_line(error)} {NAMES}"
-            ) from error
+            raise not_loaded(name, error) from error
         if loaded["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(
                 f"verifier {name!r} lacks {len(loaded['missing_keys'])} of its tensors, "
@@ -352,9 +343,3 @@ def check_device(device: torch.device | str) -> None:
             f"device {str(device)!r} cannot be used: {first_line(error)}; pass cpu, or cuda where "
             "torch finds a GPU"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first sentence-like line of a library's error, for our own one-line errors."""
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

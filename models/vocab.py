@@ -6,6 +6,7 @@ Legend: V verifier's vocabulary, V' the drafter's.
 import torch
 from torch import Tensor
 
+from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 
 
@@ -20,11 +21,7 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
         ValueError: a size that is not in 1 … V, or too small for the special ids.
     """
     total = verifier.vocab_size
-    if not 1 <= size <= total:
-        raise ValueError(
-            f"drafter.draft_vocab_size must be in 1 … {total} (the verifier's vocabulary), "
-            f"got {size}"
-        )
+    check_size(size, verifier)
     tokenizer = verifier.tokenizer
     special = set(tokenizer.all_special_ids) | set(verifier.terminator_ids)
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -38,6 +35,16 @@ def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:
     rank[list(special)] = torch.inf
     order = torch.sort(rank, descending=True, stable=True).indices  # ties: the lowest id first
     return order[:size].sort().values
+
+
+def check_size(size: int | None, verifier: Verifier | Outline) -> None:
+    """Raise a ValueError for a size that is neither None nor in 1 … V."""
+    total = verifier.vocab_size
+    if size is not None and not 1 <= size <= total:
+        raise ValueError(
+            f"drafter.draft_vocab_size must be in 1 … {total} (the verifier's vocabulary), "
+            f"got {size}"
+        )
 
 
 def adapt(old_ids: Tensor, token_counts: Tensor, verifier: Verifier) -> Tensor:

@@ -253,6 +253,6 @@ def test_a_drafter_to_start_from_leaves_the_adapter_of_its_old_verifier_behind(s
     folder, _ = saved
     start = str(folder / "drafter")
     counts = torch.ones(64)
-    drafter = initial_drafter(start, "medusa", tiny.verifier(), LOSS, counts)
+    drafter = initial_drafter(start, tiny.verifier(), LOSS, counts)
     drafter.save(tmp_path / "again")
     load(str(tmp_path / "again"), tiny.verifier())

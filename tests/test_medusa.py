@@ -187,11 +187,11 @@ def test_more_drafts_in_a_row_than_heads_are_refused():
         assert "\n" not in str(error.value)
     generate(VERIFIER, drafter, [[5, 9]], shape=chain(3), **settings)
     with pytest.raises(ValueError, match=r"training.draft_length is 4, but this drafter makes 3"):
-        check_depths(drafter, 4, LossConfig(num_steps=3))
+        check_depths(drafter.max_depth, 4, LossConfig(num_steps=3))
     with pytest.raises(ValueError, match=r"loss.num_steps is 4, but this drafter makes 3"):
-        check_depths(drafter, 3, LossConfig(num_steps=4))
+        check_depths(drafter.max_depth, 3, LossConfig(num_steps=4))
     with pytest.raises(ValueError, match=r"loss.num_steps is 2, but this drafter has 3 heads"):
-        check_depths(drafter, 2, LossConfig(num_steps=2))
+        check_depths(drafter.max_depth, 2, LossConfig(num_steps=2))
 
 
 # ---- replay = decoding -------------------------------------------------------------------------

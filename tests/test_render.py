@@ -135,7 +135,7 @@ def test_the_terminators_of_a_folder_are_the_verifiers(tmp_path):
 
 
 def test_a_verifier_that_does_not_exist_is_named():
-    with pytest.raises(ValueError, match=r"verifier '\./nowhere' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"verifier '\./nowhere': no such folder"):
         load_tokenizer("./nowhere")
 
 

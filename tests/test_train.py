@@ -31,12 +31,14 @@ from headstart.models.hydra_heads import HydraHeadsConfig
 from headstart.models.joint import JointConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import MedusaConfig
+from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.models.outline import Outline
+from headstart.models.verifier import Verifier
 from headstart.script import parse, run_script
 from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, prepare
 from headstart.train import recipe as shared
 from headstart.train.loop import TrainingConfig
-from headstart.train.prepare import DataConfig, count_tokens, initial_drafter
+from headstart.train.prepare import DataConfig, check_checkpoint, count_tokens, initial_drafter
 from headstart.train.recipe import CommonRecipe
 from headstart.train.tracking import Tracker
 
@@ -272,16 +274,14 @@ def test_init_from_another_verifiers_drafter_warns(tmp_path: Path, verifier: str
     run(recipe(tmp_path, verifier))
     best = str(tmp_path / "run" / "best")
     with pytest.warns(UserWarning, match="was trained for .*, which is not this"):
-        drafter = initial_drafter(
-            best, "eagle3", tiny.verifier(seed=1), LossConfig(num_steps=3), ONES
-        )
+        drafter = initial_drafter(best, tiny.verifier(seed=1), LossConfig(num_steps=3), ONES)
     assert drafter.loss.num_steps == 3
     drafter.save(tmp_path / "adapted")
     load_checkpoint(tmp_path / "adapted", tiny.verifier(seed=1))  # it is for this one now
     with pytest.raises(
         ValueError, match=r"type eagle3, this script trains medusa; use train/eagle3"
     ):
-        initial_drafter(best, "medusa", tiny.verifier(), LossConfig(), ONES)
+        check_checkpoint(best, "medusa", Outline.read(verifier), "init_from")
     start = recipe(tmp_path, verifier)
     start.init_from, start.training.output_dir = best, str(tmp_path / "second")
     start.training.learning_rate = 0.0
@@ -301,7 +301,7 @@ def test_a_drafter_to_start_from_makes_room_for_the_tokens_of_the_data(
     counts = torch.zeros(64).index_fill(0, torch.tensor(new), 3.0)
     counts[before.draft_ids[-4:]] = 9.0
     best = str(tmp_path / "run" / "best")
-    after = initial_drafter(best, "eagle3", tiny.verifier(), LossConfig(), counts)
+    after = initial_drafter(best, tiny.verifier(), LossConfig(), counts)
     assert "5 ids of its draft vocabulary make room" in capsys.readouterr().out
     assert len(after.draft_ids) == 32 and set(new) <= set(after.draft_ids.tolist())
     head = after.verifier.head.weight
@@ -323,6 +323,7 @@ def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("training.draft_length", 0, "training.draft_length is 0"),
         ("verifier", "nowhere/nothing", "verifier 'nowhere/nothing' cannot be loaded"),
         ("data.train", "missing.jsonl", r"^data\.train: 'missing\.jsonl': no such file"),
         ("data.eval", "missing.jsonl", r"^data\.eval: 'missing\.jsonl': no such file"),
@@ -338,12 +339,65 @@ def test_only_supervised_tokens_are_counted(tmp_path: Path) -> None:
         ("tracking.log_every", 0, "tracking.log_every is 0; it must be 1 or more"),
     ],
 )
-def test_bad_input_is_named(
-    tmp_path: Path, verifier: str, field: str, value: Any, message: str
+def test_bad_input_is_named_before_the_verifier_is_loaded(
+    tmp_path: Path,
+    verifier: str,
+    field: str,
+    value: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Verifier, "load", None)  # is not reached
     wrong = recipe(tmp_path, verifier)
     *path, name = field.split(".")
     setattr(getattr(wrong, path[0]) if path else wrong, name, value)
+    with pytest.raises(ValueError, match=message):
+        run(wrong)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("draft_lm", {"drafter": DraftLMConfig("layers:0-8")}, "^drafter.init 'layers:0-8': .* 7 "),
+        ("draft_lm", {"drafter": DraftLMConfig("./none")}, r"^drafter.init './none': no such .*Or"),
+        (
+            "medusa",
+            {"loss": LossConfig(num_steps=2)},
+            "^training.draft_length is 4.* makes 2",
+        ),
+        (
+            "medusa",
+            {"drafter": MedusaConfig(draft_vocab_size=65)},
+            "^drafter.draft_vocab_size",
+        ),
+        ("medusa", {"joint": JointConfig()}, "^joint: .* needs the package peft"),
+        ("eagle1", {"init_from": "{f}/medusa"}, "^init_from: .*medusa is .* use train/medusa.py"),
+        (
+            "medusa",
+            {"init_from": "{f}/wide"},
+            "^init_from: .* size 64 and 64 tokens",
+        ),
+        ("medusa", {"init_from": "{f}/medusa"}, "^training.draft_length is 4, but .* makes 3"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_told_before_the_verifier_is_loaded(
+    tmp_path: Path,
+    verifier: str,
+    kind: str,
+    change: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, width in (("medusa", 32), ("wide", 64)):
+        of = tiny.verifier(hidden_size=width)
+        Medusa.create(of, MedusaConfig(), LossConfig(num_steps=3), ONES).save(tmp_path / name)
+    monkeypatch.setattr(Verifier, "load", None)  # is not reached
+    monkeypatch.setitem(sys.modules, "peft", None)
+    wrong = recipe(tmp_path, verifier, kind)
+    for field, value in change.items():
+        value = value.format(f=tmp_path) if isinstance(value, str) else value
+        setattr(wrong, field, value)
     with pytest.raises(ValueError, match=message):
         run(wrong)
 

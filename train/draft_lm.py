@@ -123,7 +123,8 @@ def run(recipe: Recipe) -> None:
         recipe,
         "draft_lm",
         lambda verifier, data: DraftLM.create(verifier, recipe.drafter, recipe.loss),
-        rewrite,
+        check=recipe.drafter.check,
+        rewrite=rewrite,
     )
 
 

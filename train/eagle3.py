@@ -29,6 +29,7 @@ def run(recipe: Recipe) -> None:
         lambda verifier, data: Eagle3.create(
             verifier, recipe.drafter, recipe.loss, data.token_counts
         ),
+        check=recipe.drafter.check,
     )
 
 

@@ -33,6 +33,8 @@ def run(recipe: Recipe) -> None:
         lambda verifier, data: HydraHeads.create(
             verifier, recipe.drafter, recipe.loss, data.token_counts
         ),
+        check=recipe.drafter.check,
+        max_depth=recipe.loss.num_steps,
     )
 
 

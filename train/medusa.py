@@ -35,6 +35,8 @@ def run(recipe: Recipe) -> None:
         lambda verifier, data: Medusa.create(
             verifier, recipe.drafter, recipe.loss, data.token_counts
         ),
+        check=recipe.drafter.check,
+        max_depth=recipe.loss.num_steps,
         joint=recipe.joint,
     )
 

@@ -11,14 +11,22 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from headstart.data import conversations
 from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
 from headstart.models import vocab
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter, check_depth
+from headstart.models.drafter import (
+    Batch,
+    Drafting,
+    TrainableDrafter,
+    check_depth,
+    check_shape,
+)
 from headstart.models.loading import load_checkpoint, read_config
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 from headstart.script import named
@@ -67,6 +75,19 @@ class Data:
     """[V], how often each id is supervised."""
 
 
+def check_data(config: DataConfig, verifier: Outline) -> None:
+    """Raise a ValueError for files that are not there, or rows longer than the verifier reads."""
+    for name, source in (("train", config.train), ("eval", config.eval)):
+        if source is not None:
+            with named(f"data.{name}"):
+                conversations.find(source)
+    if config.max_length > verifier.context_length:
+        raise ValueError(
+            f"data.max_length is {config.max_length}; it must be in 2 … {verifier.context_length}, "
+            f"the context of {verifier.name}"
+        )
+
+
 def load_verifier(name: str, dtype: str, accelerator: Accelerator) -> Verifier:
     """The frozen verifier on this process's device; dtype auto follows the mixed precision."""
     if dtype == "auto":
@@ -81,11 +102,6 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     Raises:
         ValueError: no such data, or nothing in it to learn from.
     """
-    if not 2 <= config.max_length <= verifier.context_length:
-        raise ValueError(
-            f"data.max_length is {config.max_length}; it must be in 2 … {verifier.context_length}, "
-            f"the context of {verifier.name}"
-        )
     arguments = (
         verifier.tokenizer,
         verifier.terminator_ids,
@@ -117,19 +133,30 @@ def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
     return torch.tensor(supervised).bincount(minlength=vocab_size)
 
 
-def check_kind(folder: str | Path, kind: str, field: str) -> None:
-    """Raise a ValueError for a checkpoint of another type than the script trains."""
+def check_checkpoint(
+    folder: str | Path, kind: str, verifier: Outline, field: str
+) -> dict[str, Any]:
+    """The config of a drafter to start from.
+
+    Raises:
+        ValueError: none there, one of another type than this script trains, or one for a verifier
+            of another shape.
+    """
     with named(field):
-        found = read_config(folder)["headstart"]["type"]
+        config = read_config(folder)
+    found = config["headstart"]["type"]
     if found != kind:
         raise ValueError(
             f"{field}: {folder} is a drafter of type {found}, this script trains {kind}; use "
             f"train/{found}.py"
         )
+    with named(field):
+        check_shape(folder, config, verifier)
+    return config
 
 
 def initial_drafter(
-    folder: str, kind: str, verifier: Verifier, loss: LossConfig, token_counts: Tensor
+    folder: str, verifier: Verifier, loss: LossConfig, token_counts: Tensor
 ) -> TrainableDrafter:
     """A trained drafter to start from, perhaps another verifier's.
 
@@ -137,9 +164,8 @@ def initial_drafter(
     mends.
 
     Raises:
-        ValueError: none there, or one of another type than this script trains.
+        ValueError: none there, or one for a verifier of another shape.
     """
-    check_kind(folder, kind, "init_from")
     made = read_config(folder)["headstart"]
     drafter = load_checkpoint(folder, verifier, allow_verifier=True)
     if made["fingerprint"] != verifier.fingerprint():
@@ -157,14 +183,14 @@ def initial_drafter(
     return drafter
 
 
-def check_depths(drafter: TrainableDrafter, draft_length: int, loss: LossConfig) -> None:
+def check_depths(max_depth: int | None, draft_length: int, loss: LossConfig) -> None:
     """Raise a ValueError for more steps than the drafter has, or fewer: heads without training."""
-    check_depth(drafter, draft_length, "training.draft_length")
-    check_depth(drafter, loss.num_steps, "loss.num_steps")
-    if drafter.max_depth is not None and loss.num_steps < drafter.max_depth:
+    check_depth(max_depth, draft_length, "training.draft_length")
+    check_depth(max_depth, loss.num_steps, "loss.num_steps")
+    if max_depth is not None and loss.num_steps < max_depth:
         raise ValueError(
-            f"loss.num_steps is {loss.num_steps}, but this drafter has {drafter.max_depth} heads, "
-            f"which would not all be trained; pass {drafter.max_depth}"
+            f"loss.num_steps is {loss.num_steps}, but this drafter has {max_depth} heads, which "
+            f"would not all be trained; pass {max_depth}"
         )
 
 

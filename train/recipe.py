@@ -12,9 +12,10 @@ from headstart.data.collate import Featurizer
 from headstart.data.lock import only_writer
 from headstart.models import vocab
 from headstart.models.drafter import Batch, TrainableDrafter
-from headstart.models.joint import ADAPTER, JointConfig, JointModel
+from headstart.models.joint import ADAPTER, JointConfig, JointModel, import_peft
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 from headstart.train import prepare
 from headstart.train.checkpoint import Checkpoints
@@ -46,6 +47,8 @@ def train(
     recipe: CommonRecipe,
     kind: str,
     create: Callable[[Verifier, Data], TrainableDrafter],
+    check: Callable[[Outline], None] | None = None,
+    max_depth: int | None = None,
     rewrite: Callable[[Any, Featurize], Featurize] | None = None,
     joint: JointConfig | None = None,
 ) -> None:
@@ -54,6 +57,8 @@ def train(
     Args:
         kind: type of drafter that this script trains, as checkpoints name it.
         create: makes a new one.
+        check: raises a ValueError for a new one's settings that this verifier does not allow.
+        max_depth: most drafts in a row that a new one makes; None: any.
         rewrite: of a drafter and what adds the verifier's states, something that does so to texts
             that it has changed first. Training's batches go through it, validation's do not.
         joint: how the verifier is trained too; None: it stays as it is.
@@ -63,7 +68,7 @@ def train(
     folder = Path(training.output_dir)
     writer = only_writer(folder / ".training.lock", f"training.output_dir {str(folder)!r}")
     with writer if accelerator.is_main_process else nullcontext():
-        _train(recipe, accelerator, kind, create, rewrite, joint)
+        _train(recipe, accelerator, kind, create, check, max_depth, rewrite, joint)
 
 
 def _train(
@@ -71,6 +76,8 @@ def _train(
     accelerator: Accelerator,
     kind: str,
     create: Callable[[Verifier, Data], TrainableDrafter],
+    check: Callable[[Outline], None] | None,
+    max_depth: int | None,
     rewrite: Callable[[Any, Featurize], Featurize] | None,
     joint: JointConfig | None,
 ) -> None:
@@ -80,8 +87,20 @@ def _train(
     )
     checkpoints = Checkpoints(training.output_dir, training.keep_last, resolved)
     resumed = checkpoints.open(training.resume)
+    # what can be told before minutes are spent on weights and data
+    with accelerator.main_process_first():  # which fetches the embedded one
+        outline = Outline.read(recipe.verifier)
+    prepare.check_data(recipe.data, outline)
+    start, field = recipe.init_from, "init_from"
     if resumed is not None:
-        prepare.check_kind(resumed.folder, kind, "training.resume")
+        start, field = resumed.folder, "training.resume"
+    if start is not None:
+        max_depth = prepare.check_checkpoint(start, kind, outline, field).get("num_heads")
+    elif check is not None:
+        check(outline)
+    prepare.check_depths(max_depth, training.draft_length, recipe.loss)
+    if joint is not None:
+        import_peft()
 
     verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
@@ -91,11 +110,10 @@ def _train(
         accelerator.print(f"resuming from {resumed.folder}")
     elif recipe.init_from is not None:
         drafter = prepare.initial_drafter(
-            recipe.init_from, kind, verifier, recipe.loss, data.token_counts
+            recipe.init_from, verifier, recipe.loss, data.token_counts
         )
     else:
         drafter = create(verifier, data)
-    prepare.check_depths(drafter, training.draft_length, recipe.loss)
     if drafter.draft_ids is not None:
         covered = vocab.coverage(data.token_counts, drafter.draft_ids.cpu())
         accelerator.print(
