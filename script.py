@@ -141,6 +141,12 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
     """The parser's complaint in plain words: which file, which field, and the way out."""
     message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message).removesuffix(".")
     message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
+    message = re.sub(  # of a setting that may also be null
+        r"Does not validate against any of the Union subtypes Subtypes: \[.+?, NoneType\] Errors: "
+        r"- (.+?) - Expected a NoneType Given value type: \w+ Given value: ",
+        r"\1. Got value: ",
+        message,
+    )
     message = re.sub(
         r": - Expected a path but .* either not accessible or invalid - ", ": ", message
     )

@@ -289,6 +289,8 @@ def run(settings: Regenerate) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
+    if settings.prompts is not None and settings.self_prompt < 0:
+        raise ValueError(f"self_prompt must be 0 or more, got {settings.self_prompt}")
     if settings.prompts is None and settings.self_prompt < 1:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")
     Sampling(settings.temperature, settings.top_k, settings.top_p)

@@ -367,8 +367,10 @@ def painted(row: Row, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
 
 def run(settings: Render) -> None:
     """Print one conversation's rows and the audit of all."""
-    if settings.max_length < 1:
-        raise ValueError(f"max_length must be 1 or more, got {settings.max_length}")
+    for name, least in (("max_length", 1), ("limit", 1), ("row", 0)):
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be {least} or more, got {value}")
     tokenizer, terminator_ids = load_tokenizer(settings.verifier)
     arguments = (tokenizer, terminator_ids, settings.max_length, settings.chat_template_kwargs)
     audit = Audit()

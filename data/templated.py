@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 Draw = Callable[[], str]
+_MOST_IN_VAIN = 10_000
 
 
 def rows(evaluation: bool, draws: dict[str, Draw], count: int, rng: random.Random,
@@ -15,16 +16,27 @@ def rows(evaluation: bool, draws: dict[str, Draw], count: int, rng: random.Rando
 
     Args:
         draws: category -> what draws a prompt of it from `rng`.
+
+    Raises:
+        ValueError: there are not so many prompts of a category.
     """
     split = "eval" if evaluation else "train"
     found = []
     for category, draw in draws.items():
         made: list[str] = []
+        in_vain = 0  # draws since the last new prompt
         while len(made) < count:
             prompt = draw()
+            in_vain += 1
             if prompt not in taken:
                 taken.add(prompt)
                 made.append(prompt)
+                in_vain = 0
+            if in_vain == _MOST_IN_VAIN:
+                raise ValueError(
+                    f"{count} {split} prompts of {category} are more than its templates give, "
+                    f"{len(made)} or a few more; ask for fewer"
+                )
         found += [
             {
                 "id": f"{split}-{category}-{number:04d}",
@@ -58,10 +70,20 @@ def write(
     parser.add_argument(f"--eval_per_{unit}", dest="eval", type=int, default=evaluation)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "eval"):
+        if getattr(args, split) < 0:
+            name = f"--{split}_per_{unit}"
+            parser.error(f"argument {name}: must be 0 or more, got {getattr(args, split)}")
     taken: set[str] = set()
     for split in ("eval", "train"):
-        made = make(split == "eval", getattr(args, split), args.seed, taken)
+        try:
+            made = make(split == "eval", getattr(args, split), args.seed, taken)
+        except ValueError as error:
+            parser.error(f"argument --{split}_per_{unit}: {error}")
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
-        (args.out / f"{split}.jsonl").write_text(text)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / f"{split}.jsonl").write_text(text)
+        except OSError as error:
+            parser.error(f"argument --out: {error}; pass another folder")
         print(f"{args.out / f'{split}.jsonl'}: {len(made)} prompts")

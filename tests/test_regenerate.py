@@ -219,6 +219,7 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):
         ({"prompts": None}, "nothing to answer: pass --prompts"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
         ({"max_new_tokens": 512}, "max_new_tokens 512 leaves no room .* is 512 tokens"),
+        ({"self_prompt": -1}, "self_prompt must be 0 or more, got -1"),
         ({"limit": 0}, "limit must be 1 or more, got 0"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"prompts": "missing.jsonl"}, r"^prompts: 'missing\.jsonl': no such file"),

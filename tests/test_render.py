@@ -445,6 +445,12 @@ def test_the_script_prints_a_row_and_the_audit(tmp_path, folder, capsys):
     assert "2 supervised terminators for 2 finished of 2 assistant turns" in out
 
 
+@pytest.mark.parametrize("field, least", [("max_length", 1), ("limit", 1), ("row", 0)])
+def test_numbers_that_make_no_sense_are_refused(field, least):
+    with pytest.raises(ValueError, match=f"^{field} must be {least} or more, got {least - 1}"):
+        render_file.run(Render(data="none.jsonl", **{field: least - 1}))
+
+
 def test_supervised_tokens_are_in_colour():
     tokenizer = byte_tokenizer()
     [row] = made(chat("hi", "hello"), tokenizer)

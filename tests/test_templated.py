@@ -32,6 +32,21 @@ def test_no_prompt_is_drawn_twice_in_either_split() -> None:
     )  # shuffled
 
 
+def test_more_prompts_than_the_templates_give_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for words, said in [
+        (["--train_per_kind", "9"], "argument --train_per_kind: 9 train prompts of a are more"),
+        (["--eval_per_kind", "-1"], "argument --eval_per_kind: must be 0 or more, got -1"),
+        (["--out", str(tmp_path / "file")], "argument --out: [Errno 17] File exists"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["prompts.py", "--out", str(tmp_path / "new"), *words])
+        with pytest.raises(SystemExit) as stop:
+            templated.write("write", make, "kind", train=2, evaluation=1)
+        assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_the_script_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["prompts.py", "--out", str(tmp_path / "new"), "--train_per_kind", "4"]
     monkeypatch.setattr(sys, "argv", words)
