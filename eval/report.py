@@ -92,11 +92,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def interval(measure: dict[str, float | None]) -> str:
+def interval(measure: dict[str, float | None], digits: int = 3) -> str:
     """value [low, high]"""
     if measure["value"] is None:
         return "–"
-    return f"{measure['value']:.3f} [{number(measure['low'])}, {number(measure['high'])}]"
+    value, low, high = (number(measure[key], digits) for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

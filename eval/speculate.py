@@ -58,6 +58,8 @@ class Generated:
     """Rounds in which a position was looked at: up to the first rejection of all drafts there, and
     not past a terminator."""
     accepted: list[int]
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of each round."""
 
     def counts(self, id: str, category: str = "all") -> Counts:
         return Counts(id, category, len(self.tokens), self.rounds,
@@ -288,6 +290,7 @@ def _record(
     stop = next((i for i, token in enumerate(emitted) if token in terminators), accepted)
     emitted = emitted[: min(stop + 1, room)]
     output.tokens += emitted
+    output.emitted.append(len(emitted))
     output.rounds += 1
     for i, number in enumerate(drafted):
         output.drafted[i] += number
