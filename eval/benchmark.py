@@ -19,7 +19,7 @@ from typing import Any
 
 from headstart.eval import cells, fit, page, report
 from headstart.eval.acceptance import fingerprint_of
-from headstart.eval.checks import Thresholds
+from headstart.eval.gate_checks import Thresholds
 from headstart.eval.evidence import Report, check, read
 from headstart.eval.gate import judge
 from headstart.eval.own_loop import lossless, own_loop

@@ -11,7 +11,7 @@ from workplace import make as make_workplace
 
 from headstart.eval import benchmark, own_loop
 from headstart.eval.benchmark import Benchmark
-from headstart.eval.checks import Thresholds
+from headstart.eval.gate_checks import Thresholds
 from headstart.eval.latency import Clock
 from headstart.eval.server import Server
 from headstart.eval.speculate import generate

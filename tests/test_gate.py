@@ -11,7 +11,7 @@ import pytest
 from synthetic import plain_pass, report
 
 from headstart.eval import gate
-from headstart.eval.checks import Thresholds
+from headstart.eval.gate_checks import Thresholds
 from headstart.eval.evidence import Report
 from headstart.eval.gate import Gate, Verdict, judge
 from headstart.script import run_script

@@ -11,7 +11,7 @@ import pytest
 from synthetic import report
 
 from headstart.eval import page, plots
-from headstart.eval.checks import Thresholds
+from headstart.eval.gate_checks import Thresholds
 from headstart.eval.gate import Verdict, judge
 
 
