@@ -19,9 +19,9 @@ from typing import Any
 
 from headstart.eval import cells, fit, page, report
 from headstart.eval.acceptance import fingerprint_of
-from headstart.eval.gate_checks import Thresholds
 from headstart.eval.evidence import Report, check, read
 from headstart.eval.gate import judge
+from headstart.eval.gate_checks import Thresholds
 from headstart.eval.own_loop import lossless, own_loop
 from headstart.eval.server import Server, servers_loop
 from headstart.eval.sweep import OFF, Cell, Measure, Trial, TrialFile, groups, measure_group, warmed

@@ -11,9 +11,9 @@ import pytest
 from synthetic import plain_pass, report
 
 from headstart.eval import gate
-from headstart.eval.gate_checks import Thresholds
 from headstart.eval.evidence import Report
 from headstart.eval.gate import Gate, Verdict, judge
+from headstart.eval.gate_checks import Thresholds
 from headstart.script import run_script
 
 GOOD = 0.75

@@ -11,8 +11,8 @@ import pytest
 from synthetic import report
 
 from headstart.eval import page, plots
-from headstart.eval.gate_checks import Thresholds
 from headstart.eval.gate import Verdict, judge
+from headstart.eval.gate_checks import Thresholds
 
 
 class Reader(HTMLParser):
