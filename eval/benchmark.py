@@ -194,7 +194,7 @@ def own_back_end(
         settings.allow_verifier,
     )
     for name, shape in shapes_of(settings).items():
-        check_depth(drafter, shape.depth, f"the depth of {name}")
+        check_depth(drafter.max_depth, shape.depth, f"the depth of {name}")
     sampled = settings.drafting == "sampled"
     measure = own_loop(verifier, drafter, shapes_of(settings), asked, sampled, settings.seed)
     return measure, _drafter_entry(settings, drafter), _verifier_entry(verifier), verifier

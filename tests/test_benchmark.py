@@ -234,7 +234,7 @@ def test_servers_are_swept_like_our_own_loop(workplace, monkeypatch):
         ({"seconds": -1.0}, "seconds must be 0 or more"),
         ({"drafting": "best"}, "drafting must be greedy or sampled, got 'best'"),
         ({"trees": ["optimal:9"]}, "optimal:9 is fitted to a drafter"),
-        ({"trees": ["bush"]}, "'bush' is not known"),
+        ({"trees": ["bush"]}, "'bush': not known"),
         ({"temperatures": (-1.0,)}, "temperature"),
         ({"workloads": [Workload(), Workload()]}, "two have one name, in mixed, mixed"),
         ({"gate": Thresholds(drafts="chain:9")}, "gate.drafts 'chain:9' is not measured, chain:1"),

@@ -464,5 +464,5 @@ def test_the_script_ends_with_one_line_and_code_2(tmp_path, folder, capsys, monk
         run_script(Render, render_file.run)
     assert stopped.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: data ")
+    assert error.startswith("error: data: ")
     assert "no row has an assistant turn" in error

@@ -218,7 +218,7 @@ def test_a_server_that_is_gone_is_named_and_measuring_may_go_on_later(stubs):
     "wrong, said",
     [
         ({"url": "localhost:8000"}, "must begin with http"),
-        ({"drafts": "three"}, "'three' is not known"),
+        ({"drafts": "three"}, "'three': not known"),
     ],
 )
 def test_servers_that_cannot_be_are_refused(wrong, said):
