@@ -142,6 +142,8 @@ class TrainableDrafter(Drafter, nn.Module):
     """What `save` writes; its `headstart` entry says for which verifier it was made."""
     serving: str | None = None
     """vLLM's name of the method that loads a saved folder; None: no engine does."""
+    unserved: str = "No engine loads this kind of drafter; headstart's own decoding loop does."
+    """What its model card then says."""
     one_head: bool = True
     """Whether `logits` is the same for every step, so that losses may project all steps at once."""
 

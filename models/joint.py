@@ -66,7 +66,7 @@ class OwnPrediction:
         self.verifier, self.loss = verifier, loss
 
     def parameters(self) -> list[Tensor]:
-        return []  # the head stays as it is
+        return list(self.verifier.head.parameters())  # trained or not
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         return self.verifier.logits(hidden)

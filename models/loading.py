@@ -10,6 +10,7 @@ from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
 from headstart.models.hydra_heads import HydraHeads
 from headstart.models.joint import tune
+from headstart.models.joint_mtp import VERIFIER
 from headstart.models.lookup import (
     Lookahead,
     LookaheadConfig,
@@ -18,6 +19,7 @@ from headstart.models.lookup import (
 )
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
+from headstart.models.mtp import MTP
 from headstart.models.verifier import Verifier
 from headstart.script import named, options
 
@@ -26,6 +28,7 @@ CLASSES: dict[str, type[TrainableDrafter]] = {
     "eagle1": Eagle1,
     "medusa": Medusa,
     "hydra_heads": HydraHeads,
+    "mtp": MTP,
     "draft_lm": DraftLM,
 }
 LOOKUPS = {
@@ -92,6 +95,8 @@ def load_pair(
     name = verifier
     if name is None and is_checkpoint(drafter):
         name = read_config(drafter)["headstart"]["verifier"]
+        together = Path(drafter) / VERIFIER
+        name = str(together) if together.is_dir() else name
     if name is None:
         raise ValueError(
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "

@@ -101,7 +101,9 @@ class RowLosses(NamedTuple):
 
 
 @torch.no_grad()
-def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Tensor) -> RowLosses:
+def row_losses(
+    config: LossConfig, teacher: Teacher | None, logits: Tensor, columns: Tensor
+) -> RowLosses:
     """Losses and gradients, written out: each is p minus what it should be, by some measure.
 
     With p = softmax(logits), the gradient of −Σ_v a_v log p_v is (Σ a) p − a, that of
@@ -112,6 +114,7 @@ def row_losses(config: LossConfig, teacher: Teacher, logits: Tensor, columns: Te
     held constant.
 
     Args:
+        teacher: None for `hard_ce`, which has none.
         logits: the drafter's, [n, V'].
         columns: [n], the target's column in V', or -1 where it is outside.
     """
@@ -251,7 +254,10 @@ def _chunked(
         )
         rows = torch.cat([f[slot] for f, slot in zip(flat, here, strict=True)])
         rows = _padded(rows).requires_grad_()
-        teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), torch.searchsorted(chunk, where))
+        teacher = None
+        if drafter.loss.kind != "hard_ce":
+            index = torch.searchsorted(chunk, where)
+            teacher = Teacher.of(drafter, _padded(last_hidden[chunk]), index)
         columns = vocab.columns(input_ids[where + 1], drafter.draft_ids)
         with torch.set_grad_enabled(needed):
             logits = _project(drafter, rows, counts)

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 
-from headstart.models import embedded
+from headstart.models import embedded, mimo
 
 NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+
+mimo.register()
 
 
 class Outline(NamedTuple):

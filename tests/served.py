@@ -78,8 +78,8 @@ def batch_of(verifier: Verifier, ids: Tensor, layers: tuple[int, ...] = ()) -> B
 class Serving:
     """Ragged texts taken in by `advance` round by round, each row another number of slots."""
 
-    def __init__(self, drafter: TrainableDrafter, ids: Tensor):
-        self.drafter, self.ids = drafter, ids
+    def __init__(self, drafter: TrainableDrafter, ids: Tensor, tolerance: float = 1e-4):
+        self.drafter, self.ids, self.tolerance = drafter, ids, tolerance
         self.states = drafter.verifier.states(ids, drafter.feature_layers)
         self.slots = [0] * len(ids)
         self.state = drafter.start(ids[:, 0])
@@ -139,13 +139,13 @@ class Serving:
                 logits = drafter.logits(hidden[0, slots - 1], s)
                 before = [i for i in range(node) if parents[i] == parent]
                 logits[vocab.columns(tokens[before], drafter.draft_ids)] = -torch.inf
-                close(proposal.log_probs[row, node], logits.log_softmax(-1))
+                close(proposal.log_probs[row, node], logits.log_softmax(-1), self.tolerance)
 
 
 @torch.no_grad()
-def check_rounds(drafter: HeadsDrafter, shape: Shape) -> None:
+def check_rounds(drafter: TrainableDrafter, shape: Shape, tolerance: float = 1e-4) -> None:
     """Over rounds in which rows grow differently, or not at all, and one ends."""
-    serving = Serving(drafter, texts(3, 32))
+    serving = Serving(drafter, texts(3, 32), tolerance)
     for seed, lengths in enumerate(ROUNDS):
         if seed == 5:
             serving.select_rows([2, 0])

@@ -26,6 +26,8 @@ from headstart.models.loading import LOOKUPS
 from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
+from headstart.models.mtp import MTP
+from headstart.models.mtp_layouts import MTPConfig
 from headstart.models.sampling import Sampling
 from headstart.models.trees import Dynamic, cartesian, chain
 from headstart.models.verifier import Verifier
@@ -84,6 +86,17 @@ def heads(
     return drafter.eval()
 
 
+def modules(verifier: Verifier, num_modules: int, layout: str) -> MTP:
+    torch.manual_seed(1)
+    config = MTPConfig(num_modules, layout, init="random")
+    drafter = MTP.create(verifier, config, LossConfig(num_steps=3))
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            if weight.dim() >= 2:
+                weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "eagle3": eagle3,
     "eagle1": eagle1,
@@ -91,6 +104,8 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "medusa": lambda verifier: heads(Medusa, verifier, shared=False),
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, shared=True),
     "hydra_heads": lambda verifier: heads(HydraHeads, verifier, shared=True),
+    "mtp": lambda verifier: modules(verifier, 3, "mimo"),
+    "mtp, one module": lambda verifier: modules(verifier, 1, "glm4_moe"),
     "prompt-lookup": lambda verifier: PromptLookup(),
     "lookahead": lambda verifier: Lookahead(LookaheadConfig(window=4, ngram=3)),
 }

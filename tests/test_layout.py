@@ -15,7 +15,7 @@ FILES = [
     "pyproject.toml", "constraints.txt", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE",
     ".ci/run", ".pre-commit-config.yaml", ".gitignore", "script.py", "main.py",
     "data/smollm2/README.md", "data/domain/README.md", "docs/losslessness.md",
-    "docs/your-verifier.md", "docs/in-service.md", "docs/choosing-a-drafter.md",
+    "docs/your-verifier.md", "docs/in-service.md", "docs/choosing-a-drafter.md", "docs/mtp.md",
 ]  # fmt: skip
 MAX_LINES = 400
 OTHERS = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}

@@ -24,6 +24,8 @@ from headstart.models.heads import HeadsConfig, HeadsDrafter
 from headstart.models.hydra_heads import HydraHeads
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
+from headstart.models.mtp import MTP
+from headstart.models.mtp_layouts import MTPConfig
 from headstart.models.sampling import Sampling
 from headstart.models.trees import chain
 from headstart.models.verifier import Verifier
@@ -46,6 +48,8 @@ DRAFTERS: dict[str, Callable[[Verifier], TrainableDrafter]] = {
     "medusa, shared projection": lambda verifier: heads(Medusa, verifier, True, num_layers=3),
     "hydra_heads": lambda verifier: heads(HydraHeads, verifier, shared=False, num_layers=1),
     "hydra_heads, shared projection": lambda verifier: heads(HydraHeads, verifier, True, 3),
+    "mtp": lambda verifier: MTP.create(verifier, MTPConfig(num_modules=4), LOSS),
+    "mtp, one module": lambda verifier: MTP.create(verifier, MTPConfig(layout="glm4_moe"), LOSS),
     "draft_lm": lambda verifier: DraftLM.create(verifier, DraftLMConfig("layers:0,7"), LOSS),
 }
 

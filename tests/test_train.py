@@ -32,10 +32,11 @@ from headstart.models.joint import JointConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.models.mtp_layouts import MTPConfig
 from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 from headstart.script import parse, run_script
-from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, prepare
+from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, mtp, prepare
 from headstart.train import recipe as shared
 from headstart.train.loop import TrainingConfig
 from headstart.train.prepare import DataConfig, check_checkpoint, count_tokens, initial_drafter
@@ -62,6 +63,7 @@ SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
         hydra_heads,
         {"drafter": HydraHeadsConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
     ),
+    "mtp": (mtp, {"drafter": MTPConfig(num_modules=2)}),
 }
 # its adapter lies apart, see tests/test_joint.py
 JOINT = {"medusa-2": (medusa, {"joint": JointConfig(rank=2), **FOUR_HEADS})}

@@ -57,7 +57,7 @@ def tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
 
 def verifier(family: str = "llama", seed: int = 0, vocab_size: int = 64, **overrides) -> Verifier:
     """A random verifier with weights large enough that its text neither loops nor ties."""
-    settings = COMMON | FAMILIES[family] | {"vocab_size": vocab_size} | overrides
+    settings = COMMON | FAMILIES.get(family, {}) | {"vocab_size": vocab_size} | overrides
     settings = {k: v for k, v in settings.items() if v is not None}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(family, **(ids | settings))

@@ -298,7 +298,7 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: Trainable
             f"| joint acceptance by position | {joint} |",
         ]
     if drafter.serving is None:
-        parts.append("No engine loads this kind of drafter; headstart's own decoding loop does.")
+        parts.append(drafter.unserved)
     else:
         length = min(2, drafter.max_depth or 2)
         config = (

@@ -8,8 +8,9 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from headstart.models.joint import JointConfig
+from headstart.models.joint import ADAPTER, JointConfig, JointModel, import_peft
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.script import run_script
@@ -29,6 +30,12 @@ class Recipe(CommonRecipe):
 
 def run(recipe: Recipe) -> None:
     """Train to the end of the recipe's budget."""
+    if recipe.joint is not None:
+        import_peft()  # what is not there is said before minutes are spent on weights and data
+
+    def joint(drafter: Medusa, folder: Path | None) -> JointModel:
+        return JointModel(drafter, recipe.joint, folder and folder / ADAPTER)
+
     train(
         recipe,
         "medusa",
@@ -37,7 +44,7 @@ def run(recipe: Recipe) -> None:
         ),
         check=recipe.drafter.check,
         max_depth=recipe.loss.num_steps,
-        joint=recipe.joint,
+        joint=joint if recipe.joint is not None else None,
     )
 
 

@@ -12,7 +12,8 @@ from headstart.data.collate import Featurizer
 from headstart.data.lock import only_writer
 from headstart.models import vocab
 from headstart.models.drafter import Batch, TrainableDrafter
-from headstart.models.joint import ADAPTER, JointConfig, JointModel, import_peft
+from headstart.models.joint import JointModel
+from headstart.models.joint_mtp import VERIFIER, JointMTP
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.outline import Outline
@@ -50,7 +51,7 @@ def train(
     check: Callable[[Outline], None] | None = None,
     max_depth: int | None = None,
     rewrite: Callable[[Any, Featurize], Featurize] | None = None,
-    joint: JointConfig | None = None,
+    joint: Callable[[Any, Path | None], JointModel | JointMTP] | None = None,
 ) -> None:
     """Train to the end of the recipe's budget: a new drafter, a given one, or a broken-off run's.
 
@@ -61,7 +62,8 @@ def train(
         max_depth: most drafts in a row that a new one makes; None: any.
         rewrite: of a drafter and what adds the verifier's states, something that does so to texts
             that it has changed first. Training's batches go through it, validation's do not.
-        joint: how the verifier is trained too; None: it stays as it is.
+        joint: of a drafter, and the folder of the checkpoint that it comes from, what is trained
+            where its verifier is trained too; None: the verifier stays as it is.
     """
     training = recipe.training
     accelerator = launch(training)
@@ -79,7 +81,7 @@ def _train(
     check: Callable[[Outline], None] | None,
     max_depth: int | None,
     rewrite: Callable[[Any, Featurize], Featurize] | None,
-    joint: JointConfig | None,
+    joint: Callable[[Any, Path | None], JointModel | JointMTP] | None,
 ) -> None:
     training, resolved = recipe.training, asdict(recipe)
     tracker = Tracker(
@@ -99,10 +101,11 @@ def _train(
     elif check is not None:
         check(outline)
     prepare.check_depths(max_depth, training.draft_length, recipe.loss)
-    if joint is not None:
-        import_peft()
 
-    verifier = prepare.load_verifier(recipe.verifier, recipe.verifier_dtype, accelerator)
+    name = recipe.verifier
+    if resumed is not None and (resumed.folder / VERIFIER).is_dir():
+        name = str(resumed.folder / VERIFIER)  # as far as it has been trained
+    verifier = prepare.load_verifier(name, recipe.verifier_dtype, accelerator)
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
         drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)
@@ -125,7 +128,7 @@ def _train(
     featurize = prepare.make_featurizer(recipe.data, data, drafter, accelerator)
     validating = featurize
     if joint is not None:
-        model = JointModel(drafter, joint, resumed and resumed.folder / ADAPTER)
+        model = joint(drafter, resumed and resumed.folder)
         featurize = model.original(featurize)
         # of the verifier as it is by then: its states cannot be kept
         validating = Featurizer(verifier, drafter.feature_layers)

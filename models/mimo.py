@@ -1,0 +1,25 @@
+"""MiMo (arXiv 2505.07608): Qwen2's layers under another name, which transformers does not know.
+
+Known here, its folders load without the code that they bring along.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+
+class MiMoConfig(Qwen2Config):
+    """Qwen2's; `num_nextn_predict_layers` MTP modules lie beside the model."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The model without its MTP modules."""
+
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\..*",)
+
+
+def register() -> None:
+    """Make the auto classes of transformers load it."""
+    AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
