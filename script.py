@@ -35,15 +35,23 @@ _MEANS = {  # what others call a setting, and its name here
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # a field's docstring is its help
 
 
-def run_script(settings_class: type[Settings], run: Callable[[Settings], Any]) -> None:
+def run_script(
+    settings_class: type[Settings], run: Callable[[Settings], Any], first: str | None = None
+) -> None:
     """Read `settings_class` from `--config FILE` and dotted overrides, and hand it to `run`.
 
     Arguments apply in order, so `--config` comes first. `--print_config` shows the resolved
     settings. A ValueError is the user's to mend: it ends the program with one line and code 2.
+
+    Args:
+        first: setting that may be given by itself, as the first word.
     """
     warnings.formatwarning = _warning_line
+    words = sys.argv[1:]
+    if first is not None and words and not words[0].startswith("-"):
+        words = [f"--{first}", *words]
     try:
-        settings = parse(settings_class, sys.argv[1:])
+        settings = parse(settings_class, words)
         _use_all_cores()
         run(settings)
     except ValueError as error:

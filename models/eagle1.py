@@ -1,6 +1,6 @@
 """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the verifier's next hidden state, guessed.
 
-f̂_{t+1} = Layer(W [E(x_{t+1}); f_t]), no bias, where f_t is the verifier's last hidden state h_t at
+f̂_{t+1} = Layer(W [E(x_{t+1}); f_t]), where f_t is the verifier's last hidden state h_t at
 the first step and the drafter's own output after. Logits are the verifier's own head of f̂, frozen.
 Trained to be near h_{t+1} (smooth L1) and to give its tokens (a tenth of the cross entropy).
 
@@ -75,12 +75,17 @@ class Eagle1(FeatureDrafter):
     draft_ids = None
     serving = "eagle"
 
-    def __init__(self, config: LlamaConfig, verifier: Verifier, loss: LossConfig):
-        super().__init__(verifier, loss)
-        self.config = config
+    def __init__(
+        self,
+        config: LlamaConfig,
+        verifier: Verifier,
+        loss: LossConfig,
+        own_embeddings: bool = False,
+    ):
+        super().__init__(config, verifier, loss, own_embeddings)
         self.noise = config.headstart["noise"]
         self.token_weight = config.headstart["token_weight"]
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([Layer(config, config.hidden_size)])
         self.rotary = LlamaRotaryEmbedding(config)
         self.to(verifier.device)
@@ -93,6 +98,7 @@ class Eagle1(FeatureDrafter):
             verifier,
             architectures=["LlamaForCausalLM"],
             target_hidden_size=verifier.hidden_size,
+            bias=False,  # of fc; the original code takes true where nothing is said
             headstart=made_for(verifier, "eagle1") | about,
         )
         drafter = cls(saved, verifier, loss)
@@ -132,13 +138,23 @@ class Eagle1(FeatureDrafter):
     # ---- checkpoint --------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "Eagle1":
-        """Read a saved drafter, every tensor of it.
+    def load(
+        cls,
+        folder: Path,
+        config: dict,
+        verifier: Verifier,
+        loss: LossConfig,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> "Eagle1":
+        """Read a saved drafter, every tensor of it; or take `tensors`, named as it saves them.
 
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
         check_shape(folder, config, verifier)
-        drafter = cls(LlamaConfig(**config), verifier, loss)
-        load_weights(drafter, folder, read_tensors(folder))
+        tensors = read_tensors(folder) if tensors is None else tensors
+        config = {"bias": False} | config  # not written by the first versions of headstart
+        own = "embed_tokens.weight" in tensors
+        drafter = cls(LlamaConfig(**config), verifier, loss, own)
+        load_weights(drafter, folder, tensors)
         return drafter

@@ -87,18 +87,21 @@ def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, 
 
 
 class Layer(DraftLayer):
-    """Decoder layer: attention on [norm(E(x)); norm(f)], residual f."""
+    """Decoder layer: attention on [norm(E(x)); norm(f)], residual f, or norm(f) where the config
+    has `norm_before_residual`."""
 
     def __init__(self, config: LlamaConfig):
         width, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, 2 * width)
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = LlamaRMSNorm(width, eps)
         self.hidden_norm = LlamaRMSNorm(width, eps)
 
     def project(
         self, embedded: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
-        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(residual)], dim=-1)
+        normed = residual if self.norm_before_residual else self.hidden_norm(residual)
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self.self_attn.project(inputs, rotary)
 
 
@@ -108,10 +111,14 @@ class Eagle3(FeatureDrafter):
     serving = "eagle3"
 
     def __init__(
-        self, config: LlamaConfig, verifier: Verifier, loss: LossConfig, draft_ids: Tensor | None
+        self,
+        config: LlamaConfig,
+        verifier: Verifier,
+        loss: LossConfig,
+        draft_ids: Tensor | None,
+        own_embeddings: bool = False,
     ):
-        super().__init__(verifier, loss)
-        self.config = config
+        super().__init__(config, verifier, loss, own_embeddings)
         self.feature_layers = tuple(config.eagle_config["eagle_aux_hidden_state_layer_ids"])
         width, count = config.hidden_size, len(self.feature_layers)
         self.fc = nn.Linear(count * width, width, bias=False)
@@ -164,7 +171,8 @@ class Eagle3(FeatureDrafter):
 
     @torch.no_grad()
     def with_vocabulary(self, draft_ids: Tensor) -> "Eagle3":
-        drafter = Eagle3(self.config, self.verifier, self.loss, draft_ids)
+        own = self.embed_tokens is not None
+        drafter = Eagle3(self.config, self.verifier, self.loss, draft_ids, own)
         mine = self.state_dict()
         kept = {n: t for n, t in mine.items() if n not in ("d2t", "t2d", "lm_head.weight")}
         drafter.load_state_dict(kept, strict=False)
@@ -187,6 +195,9 @@ class Eagle3(FeatureDrafter):
             features = torch.cat([norm(part) for norm, part in pairs], dim=-1)
         return self.fc(features.to(self.fc.weight.dtype))
 
+    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return self.midlayer.hidden_norm(hidden) if self.config.norm_before_residual else hidden
+
     def fed_back(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output
 
@@ -196,18 +207,26 @@ class Eagle3(FeatureDrafter):
     # ---- checkpoint --------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig) -> "Eagle3":
-        """Read a saved drafter, every tensor of it.
+    def load(
+        cls,
+        folder: Path,
+        config: dict,
+        verifier: Verifier,
+        loss: LossConfig,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> "Eagle3":
+        """Read a saved drafter, every tensor of it; or take `tensors`, named as it saves them.
 
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
         check_shape(folder, config, verifier)
-        tensors = read_tensors(folder)
+        tensors = read_tensors(folder) if tensors is None else tensors
         draft_ids = None
         if "d2t" in tensors:
             draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids)
+        own = "embed_tokens.weight" in tensors
+        drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids, own)
         load_weights(drafter, folder, tensors)
         return drafter
 

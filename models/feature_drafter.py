@@ -25,6 +25,7 @@ from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
 from headstart.models.growth import Nodes, grow
 from headstart.models.layers import cached_attention, packed_mask, ttt_attention
+from headstart.models.losses import LossConfig
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
@@ -88,6 +89,23 @@ class FeatureDrafter(TrainableDrafter):
     fc: nn.Linear  # the last H columns of its input are the verifier's highest states
     rotary: nn.Module
 
+    def __init__(
+        self, config: LlamaConfig, verifier: Verifier, loss: LossConfig, own_embeddings: bool
+    ):
+        """With `own_embeddings`, those of its file, frozen, as engines do; else the verifier's."""
+        super().__init__(verifier, loss)
+        self.config = config
+        self.embed_tokens = None
+        if own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens.requires_grad_(False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """E(x): `[...]` -> `[..., H]`."""
+        if self.embed_tokens is None:
+            return self.verifier.embed(tokens)
+        return self.embed_tokens(tokens)
+
     @torch.no_grad()
     def initialise(self, init: str) -> bool:
         """Small random weights; with "verifier", its last decoder layer, where the shapes allow.
@@ -131,7 +149,7 @@ class FeatureDrafter(TrainableDrafter):
         keys, values = [], []
         for s in range(num_steps):
             tokens = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)  # x_{t+1+s} at slot t
-            embedded = self.verifier.embed(tokens).to(hidden.dtype)
+            embedded = self.embed(tokens).to(hidden.dtype)
             rotary = self.rotary(hidden, batch["position_ids"] + s)
             residual = self.enter(embedded, hidden)
             query, key, value = self.layer.project(embedded, residual, rotary)
@@ -190,7 +208,7 @@ class FeatureDrafter(TrainableDrafter):
         seen: Tensor | None = None,
     ) -> Tensor:
         """The layer over n new slots, appended to the cache: [B, n, H]."""
-        embedded = self.verifier.embed(tokens).to(hidden.dtype)
+        embedded = self.embed(tokens).to(hidden.dtype)
         rotary = self.rotary(hidden, positions.clamp(min=0))
         residual = self.enter(embedded, hidden)
         query, key, value = self.layer.project(embedded, residual, rotary)

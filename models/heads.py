@@ -201,15 +201,20 @@ class HeadsDrafter(TrainableDrafter):
 
     @classmethod
     def load(
-        cls, folder: Path, config: dict, verifier: Verifier, loss: LossConfig
+        cls,
+        folder: Path,
+        config: dict,
+        verifier: Verifier,
+        loss: LossConfig,
+        tensors: dict[str, Tensor] | None = None,
     ) -> "HeadsDrafter":
-        """Read a saved drafter, every tensor of it.
+        """Read a saved drafter, every tensor of it; or take `tensors`, named as it saves them.
 
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
         check_shape(folder, config, verifier)
-        tensors = read_tensors(folder)
+        tensors = read_tensors(folder) if tensors is None else tensors
         draft_ids = tensors.get("token_map")
         found = None if draft_ids is None else len(draft_ids)
         wanted = config.get("truncated_vocab_size")

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.models.draft_lm import DraftLM, load_lm, parse_cut
+from headstart.models import imports
+from headstart.models.draft_lm import DraftLM, DraftLMConfig, load_lm, parse_cut
 from headstart.models.drafter import Drafter, TrainableDrafter, made_for
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
@@ -41,10 +42,10 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
     """The drafter of this name, ready to draft.
 
     Args:
-        name: the folder of a checkpoint that headstart saved; prompt-lookup or lookahead, options
-            behind a colon (prompt-lookup:max_ngram=4); layers:0-5, the verifier itself with only
-            these of its layers; or any causal language model, as a folder, a Hub name or
-            embedded/smollm2-135m.
+        name: the folder of a checkpoint that headstart saved, or of a drafter that another program
+            did (see `imports`); prompt-lookup or lookahead, options behind a colon
+            (prompt-lookup:max_ngram=4); layers:0-5, the verifier itself with only these of its
+            layers; or any causal language model, as a folder, a Hub name or embedded/smollm2-135m.
         allow_verifier: accept a checkpoint for a verifier with another fingerprint.
 
     Raises:
@@ -59,6 +60,8 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
     if kind == "layers":
         return DraftLM(parse_cut(name, verifier, "drafter"), verifier, LossConfig()).eval()
     dtype = str(verifier.dtype).removeprefix("torch.")
+    if imports.kind_in(name) is not None:
+        return imports.load(name, verifier, LossConfig()).eval()
     if not is_checkpoint(name):
         return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig()).eval()
     if "adapter" in read_config(name)["headstart"]:
@@ -70,9 +73,10 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether this names a folder that headstart should have saved: no lookup, no model."""
+    """Whether this names a folder that headstart should have saved: no lookup, no model, no drafter
+    of another program."""
     folder = Path(name)
-    if name.partition(":")[0] in (*LOOKUPS, "layers"):
+    if name.partition(":")[0] in (*LOOKUPS, "layers") or imports.kind_in(folder) is not None:
         return False
     if not folder.exists():  # a link or a path that leads nowhere, or a name of the Hub
         return folder.is_symlink() or name.startswith(("/", ".", "~")) or name.count("/") > 1
@@ -113,6 +117,22 @@ def load_pair(
 def tunes_verifier(name: str) -> bool:
     """Whether this is a drafter whose verifier was trained with it."""
     return is_checkpoint(name) and "adapter" in read_config(name)["headstart"]
+
+
+def load_to_train(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
+    """A drafter to start from: a checkpoint, perhaps for another verifier, one that another program
+    saved, or any causal language model.
+
+    Raises:
+        ValueError: none of these, or one that cannot be read.
+    """
+    if imports.kind_in(folder) is not None:
+        return imports.load(folder, verifier, loss)
+    if not is_checkpoint(folder):
+        return DraftLM.create(verifier, DraftLMConfig(folder), loss)
+    drafter = load_checkpoint(folder, verifier, allow_verifier=True)
+    drafter.loss = loss
+    return drafter
 
 
 def kind_of(drafter: Drafter) -> str:

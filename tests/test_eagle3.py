@@ -78,7 +78,8 @@ def rotated(x: Tensor, position: int, theta: float) -> Tensor:
 
 def double(drafter: FeatureDrafter) -> dict[str, Tensor]:
     """Its weights, and the embedding as "embedding"."""
-    embedding = drafter.verifier.model.get_input_embeddings().weight
+    shared = drafter.verifier.model.get_input_embeddings()
+    embedding = (drafter.embed_tokens or shared).weight
     tensors = {**drafter.state_dict(), "embedding": embedding}
     return {name: tensor.double() for name, tensor in tensors.items()}
 
@@ -145,7 +146,8 @@ def eagle3_by_hand(drafter: Eagle3, ids: list[int], features: Tensor) -> list[li
 
     def enter(t: int, s: int, f: Tensor) -> tuple[Tensor, Tensor]:
         embedded = rms(w["embedding"][ids[t + 1 + s]], w["midlayer.input_layernorm.weight"])
-        return f, torch.cat([embedded, rms(f, w["midlayer.hidden_norm.weight"])])
+        normed = rms(f, w["midlayer.hidden_norm.weight"])
+        return normed if config.norm_before_residual else f, torch.cat([embedded, normed])
 
     def fed_back(output: Tensor) -> Tensor:
         return rms(output, w["norm.weight"]) if config.norm_output else output

@@ -16,7 +16,7 @@ from headstart.data.collate import Featurizer, Loader
 from headstart.data.render import Row, render_all
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
-from headstart.models import vocab
+from headstart.models import imports, vocab
 from headstart.models.drafter import (
     Batch,
     Drafting,
@@ -24,7 +24,7 @@ from headstart.models.drafter import (
     check_depth,
     check_shape,
 )
-from headstart.models.loading import load_checkpoint, read_config
+from headstart.models.loading import is_checkpoint, load_to_train, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.outline import Outline
 from headstart.models.sampling import Sampling
@@ -143,7 +143,12 @@ def check_checkpoint(
             of another shape.
     """
     with named(field):
-        config = read_config(folder)
+        if imports.kind_in(folder) is not None:
+            _, config, _ = imports.describe(folder, verifier)
+        elif kind == "draft_lm" and not is_checkpoint(str(folder)):
+            return {}  # any causal language model
+        else:
+            config = read_config(folder)
     found = config["headstart"]["type"]
     if found != kind:
         raise ValueError(
@@ -158,7 +163,7 @@ def check_checkpoint(
 def initial_drafter(
     folder: str, verifier: Verifier, loss: LossConfig, token_counts: Tensor
 ) -> TrainableDrafter:
-    """A trained drafter to start from, perhaps another verifier's.
+    """A trained drafter to start from, perhaps another verifier's or another program's.
 
     Its draft vocabulary makes room for the tokens of the data: what it cannot draft, no training
     mends.
@@ -166,15 +171,14 @@ def initial_drafter(
     Raises:
         ValueError: none there, or one for a verifier of another shape.
     """
-    made = read_config(folder)["headstart"]
-    drafter = load_checkpoint(folder, verifier, allow_verifier=True)
-    if made["fingerprint"] != verifier.fingerprint():
+    drafter = load_to_train(folder, verifier, loss)
+    made = read_config(folder)["headstart"] if is_checkpoint(folder) else None
+    if made is not None and made["fingerprint"] != verifier.fingerprint():
         warnings.warn(
             f"init_from: {folder} was trained for {made['verifier']}, which is not this "
             f"{verifier.name}; its acceptance starts lower",
             stacklevel=2,
         )
-    drafter.loss = loss
     before = drafter.draft_ids
     if before is not None:
         drafter = drafter.with_vocabulary(vocab.adapt(before.cpu(), token_counts, verifier))

@@ -39,8 +39,8 @@ class CommonRecipe:
     """float32 or bfloat16; auto: bfloat16 where training's mixed precision is bf16."""
     loss: LossConfig = field(default_factory=LossConfig)
     init_from: str | None = None
-    """Folder of a trained drafter to start from; its shape replaces `drafter`. Ids that the data
-    needs enter its draft vocabulary."""
+    """Folder of a trained drafter to start from, headstart's or another program's; its shape
+    replaces `drafter`. Ids that the data needs enter its draft vocabulary."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

@@ -1,0 +1,272 @@
+"""Write a drafter in the layout of another program.
+
+    python models/export.py outputs/run/best --to speculators --out outputs/run/speculators
+    python -m headstart.models.export outputs/run/best --to sglang --out outputs/run/sglang
+
+vLLM needs no export: it loads a checkpoint as it is. `speculators` is a folder that names its
+verifier, so that `vllm serve FOLDER` needs nothing else (EAGLE-3); `sglang` has the names and the
+layer ids that SGLang reads (EAGLE-3); `eagle` is the original EAGLE code's layout (EAGLE-3 and
+EAGLE-1), `medusa` the original Medusa code's. What a layout cannot say is refused by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.models import embedded, layouts
+from headstart.models.drafter import Drafter
+from headstart.models.eagle1 import Eagle1
+from headstart.models.eagle3 import Eagle3, check_layers
+from headstart.models.imports import SGLANG_IDS
+from headstart.models.loading import load_pair
+from headstart.models.medusa import Medusa
+
+
+@dataclass
+class Export:
+    """What is written, and where."""
+
+    drafter: str
+    """Folder of a checkpoint, or of a drafter in another layout; may be the first word alone."""
+    to: Literal["speculators", "sglang", "eagle", "medusa"]
+    """Layout: that of the speculators package, of SGLang, of the original EAGLE or Medusa code."""
+    out: str
+    """Folder to write to; it must not hold anything yet."""
+    verifier: str | None = None
+    """Default: the verifier the drafter was trained for."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the written weights."""
+    num_speculative_tokens: int = 3
+    """Drafts in a row that speculators' config asks for."""
+    allow_verifier: bool = False
+    """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens must be 1 or more, got {self.num_speculative_tokens}"
+            )
+
+
+def converted(
+    drafter: Drafter, to: str, verifier: str, num_speculative_tokens: int = 3
+) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Config, tensors and name of their file, in the layout `to`.
+
+    Args:
+        verifier: what the folder says it is for: a name of the Hub, or a folder's path.
+
+    Raises:
+        ValueError: a kind or a setting that the layout has no place for.
+    """
+    fitting = {
+        "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
+        "medusa": (Medusa,),
+    }  # fmt: skip
+    if not isinstance(drafter, fitting[to]):
+        names = " or ".join(kind.__name__ for kind in fitting[to])
+        raise ValueError(f"to: {to} is a layout for {names}; this drafter is {_kind(drafter)}")
+    if to == "speculators":
+        config = _speculators_config(drafter, verifier, num_speculative_tokens)
+        tensors = drafter.file_tensors()
+        named = {layouts.speculators_name(name): tensor for name, tensor in tensors.items()}
+        return config, named, "model.safetensors"
+    if to == "sglang":
+        return _sglang_config(drafter), drafter.file_tensors(), "model.safetensors"
+    if to == "eagle":
+        return _eagle_config(drafter), _with_embeddings(drafter), "pytorch_model.bin"
+    return (*_medusa(drafter, verifier), "medusa_lm_head.pt")
+
+
+def write(
+    config: dict[str, Any], tensors: dict[str, Tensor], file: str, out: Path, dtype: torch.dtype
+) -> None:
+    """The folder; float tensors are cast to `dtype`.
+
+    Raises:
+        ValueError: `out` holds something already, or cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {str(out)!r} holds something already; pass another folder")
+    cast = {
+        name: tensor.detach().cpu().to(dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    cast = {name: tensor.contiguous() for name, tensor in cast.items()}
+    config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".safetensors"):
+            save_file(cast, out / file, metadata={"format": "pt"})
+        else:
+            torch.save(cast, out / file)
+        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    except (OSError, RuntimeError) as error:  # torch.save's of a full disk
+        raise ValueError(f"out: {str(out)!r} cannot be written: {error}") from error
+
+
+# ---- layouts -----------------------------------------------------------------------------------
+
+
+def _speculators_config(
+    drafter: Eagle3, verifier: str, num_speculative_tokens: int
+) -> dict[str, Any]:
+    config = drafter.config
+    layer = _layer(drafter) | {
+        "model_type": "llama",
+        "rope_parameters": config.rope_parameters,
+        # vLLM copies a few keys only from outside of this entry, and this is none of them
+        "num_aux_hidden_states": len(drafter.feature_layers),
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+            ],
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": drafter.verifier.model.config.architectures or [],
+            },
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _sglang_config(drafter: Eagle3) -> dict[str, Any]:
+    _refuse_variants(drafter, "sglang")
+    if len(drafter.feature_layers) != 3:
+        raise ValueError(
+            f"to: sglang reads three features, this drafter has {len(drafter.feature_layers)}; "
+            "pass speculators"
+        )
+    ids = [layer - 1 for layer in drafter.feature_layers]
+    return _flat_config(drafter) | {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+        "layer_ids_of": SGLANG_IDS,  # they count from the first layer's output
+        "target_model_type": drafter.verifier.config.model_type,
+    }
+
+
+def _eagle_config(drafter: Eagle3 | Eagle1) -> dict[str, Any]:
+    kind = drafter.config.rope_parameters["rope_type"]
+    if kind != "default":
+        raise ValueError(
+            f"to: the original EAGLE code does not scale positions the way {kind} does, as this "
+            "drafter's verifier asks for; pass speculators or sglang"
+        )
+    if isinstance(drafter, Eagle1):
+        return _flat_config(drafter) | {"bias": drafter.config.bias}
+    _refuse_variants(drafter, "eagle")
+    usual = check_layers(None, drafter.verifier.num_layers)
+    if drafter.feature_layers != usual:
+        raise ValueError(
+            f"to: the original EAGLE code fuses layers {list(usual)} of this verifier, this "
+            f"drafter {list(drafter.feature_layers)}; pass speculators or sglang"
+        )
+    return _flat_config(drafter) | {"bias": False}
+
+
+def _medusa(drafter: Medusa, verifier: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if drafter.draft_ids is not None:
+        raise ValueError(
+            f"to: the original Medusa code has no draft vocabulary, this drafter has one of "
+            f"{len(drafter.draft_ids)} ids; train one without"
+        )
+    heads, layers = drafter.config.num_heads, drafter.config.num_hidden_layers
+    tensors = {n: t for n, t in drafter.file_tensors().items() if n != "lm_head.weight"}
+    if drafter.one_head:  # there every head has a projection of its own
+        tensors |= {f"lm_heads.{i}.weight": drafter.verifier_rows() for i in range(heads)}
+    config = {
+        "medusa_num_heads": heads,
+        "medusa_num_layers": layers,
+        "base_model_name_or_path": verifier,
+        "hidden_size": drafter.config.hidden_size,
+        "vocab_size": drafter.config.vocab_size,
+    }
+    return config, {layouts.original_medusa_name(n, layers): t for n, t in tensors.items()}
+
+
+def _layer(drafter: Eagle3 | Eagle1) -> dict[str, Any]:
+    """The draft layer's shape."""
+    config = drafter.config.to_dict()
+    fields = (*layouts.LLAMA_FIELDS, "num_hidden_layers", "tie_word_embeddings")
+    return {field: config[field] for field in fields if config.get(field) is not None}
+
+
+def _flat_config(drafter: Eagle3 | Eagle1) -> dict[str, Any]:
+    """A Llama config with positions in the keys that older programs read, too."""
+    rope = dict(drafter.config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    scaling = None if rope["rope_type"] == "default" else rope | {"type": rope["rope_type"]}
+    config = _layer(drafter) | {
+        "architectures": drafter.config.architectures,
+        "model_type": "llama",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "target_hidden_size": drafter.config.target_hidden_size,
+    }
+    if isinstance(drafter, Eagle3):
+        config["draft_vocab_size"] = drafter.config.draft_vocab_size
+    return config
+
+
+def _with_embeddings(drafter: Eagle3 | Eagle1) -> dict[str, Tensor]:
+    """The original code looks for embeddings in the file, or in shards of the verifier."""
+    own = drafter.verifier.model.get_input_embeddings().weight.float()
+    return {"embed_tokens.weight": own} | drafter.file_tensors()
+
+
+def _refuse_variants(drafter: Eagle3, to: str) -> None:
+    for field in ("norm_before_residual", "norm_output", "fc_norm"):
+        if getattr(drafter.config, field):
+            raise ValueError(
+                f"to: {to} does not know {field}, which this drafter has; pass speculators"
+            )
+
+
+def _kind(drafter: Drafter) -> str:
+    return type(drafter).__name__
+
+
+# ---- script ------------------------------------------------------------------------------------
+
+
+def run(settings: Export) -> None:
+    """Read, convert, write."""
+    verifier, drafter = load_pair(
+        settings.verifier, settings.drafter, "float32", "cpu", settings.allow_verifier
+    )
+    name = verifier.name
+    if name.startswith("embedded/"):
+        name = str(embedded.folder(name))
+    elif Path(name).is_dir():
+        name = str(Path(name).resolve())  # a server may run anywhere
+    found = converted(drafter, settings.to, name, settings.num_speculative_tokens)
+    write(*found, Path(settings.out), getattr(torch, settings.dtype))
+    print(f"wrote {settings.out}: {len(found[1])} tensors in {found[2]}, and config.json")
+    if settings.to == "speculators":
+        print(f"Serve it:\n    vllm serve {settings.out}")
+
+
+if __name__ == "__main__":
+    from headstart.script import run_script
+
+    run_script(Export, run, first="drafter")

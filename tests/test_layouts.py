@@ -1,0 +1,90 @@
+"""The tables of tensors that engines load: what headstart saves is what they say, for all kinds."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from headstart.models import layouts
+from headstart.models.eagle1 import Eagle1, Eagle1Config
+from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.hydra_heads import HydraHeads
+from headstart.models.losses import LossConfig
+from headstart.models.medusa import Medusa, MedusaConfig
+
+VERIFIER = tiny.verifier()
+# head_dim * heads is not the width, and more heads than keys
+WIDE = tiny.verifier(head_dim=16, num_attention_heads=8, num_key_value_heads=4)
+LOSS = LossConfig(num_steps=3)
+COUNTS = torch.ones(64)
+DRAFTERS = {
+    "eagle3": lambda v: Eagle3.create(v, Eagle3Config(), LOSS, COUNTS),
+    "eagle3, draft vocabulary": lambda v: Eagle3.create(
+        v, Eagle3Config((1, 8), 40, fc_norm=True), LOSS, COUNTS
+    ),
+    "eagle1": lambda v: Eagle1.create(v, Eagle1Config(), LOSS),
+    "medusa": lambda v: Medusa.create(
+        v, MedusaConfig(2, shared_projection=False, draft_vocab_size=40), LOSS, COUNTS
+    ),
+    "medusa, shared projection": lambda v: Medusa.create(v, MedusaConfig(), LOSS, COUNTS),
+}
+
+
+@pytest.mark.parametrize("verifier", [VERIFIER, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_saved_drafter_is_its_table(name, verifier, tmp_path):
+    DRAFTERS[name](verifier).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kind = config["headstart"]["type"]
+    found = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items()}
+    required = layouts.required(kind, config)
+    assert required.items() <= found.items()
+    assert found.items() <= (required | layouts.optional(kind, config)).items()
+
+
+def test_kinds_that_no_engine_loads_have_no_table(tmp_path):
+    HydraHeads.create(VERIFIER, MedusaConfig(), LOSS, COUNTS).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert layouts.required("hydra_heads", config) is None
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("midlayer.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight"),
+        ("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight"),
+        ("model.fc.weight", "fc.weight"),
+        ("d2t", "d2t"),
+        ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_names_of_eagle3(theirs, ours):
+    assert layouts.eagle3_name(theirs) == ours
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("0.0.linear.weight", "blocks.0.layers.0.weight"),
+        ("11.1.linear.bias", "blocks.11.layers.1.bias"),
+        ("3.2.weight", "lm_heads.3.weight"),
+        ("medusa_heads.1.0.linear.bias", "blocks.1.layers.0.bias"),
+        ("blocks.0.layers.0.weight", "blocks.0.layers.0.weight"),
+        ("3.1.weight", "3.1.weight"),  # not the last of two layers: no projection
+    ],
+)
+def test_names_of_medusa(theirs, ours):
+    assert layouts.medusa_name(theirs, 2) == ours
+
+
+def test_names_written_are_read_back():
+    for head in (0, 12):
+        for name in (f"blocks.{head}.layers.1.bias", f"lm_heads.{head}.weight"):
+            assert layouts.medusa_name(layouts.original_medusa_name(name, 2), 2) == name
+    for name in layouts.required("eagle3", Eagle3.create(
+        VERIFIER, Eagle3Config(draft_vocab_size=40), LOSS, COUNTS
+    ).config.to_dict()):  # fmt: skip
+        assert layouts.eagle3_name(layouts.speculators_name(name)) == name
