@@ -30,7 +30,8 @@ from headstart.eval.replay import replay_rows
 from headstart.models import imports
 from headstart.models.drafter import read_tensors
 from headstart.models.eagle3 import check_layers
-from headstart.models.loading import CLASSES, read_config
+from headstart.models.joint import tune
+from headstart.models.loading import CLASSES, read_config, tunes_verifier
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 
@@ -195,6 +196,8 @@ def answered(
 def diagnose(settings: Doctor, patient: Patient, verifier: Verifier) -> Diagnosis:
     """Every finding, of the folder and of the probe."""
     findings = checks.examine(patient, verifier)
+    if tunes_verifier(patient.folder):
+        tune(verifier, Path(patient.folder))
     rows, audit, same = texts(settings, patient, verifier)
     findings += mask(rows, audit)
     if not rows:

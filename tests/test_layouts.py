@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.models import layouts
+from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.hydra_heads import HydraHeads
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 
@@ -42,6 +44,52 @@ def test_a_saved_drafter_is_its_table(name, verifier, tmp_path):
     required = layouts.required(kind, config)
     assert required.items() <= found.items()
     assert found.items() <= (required | layouts.optional(kind, config)).items()
+
+
+SCALED = {
+    "llama3": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0,
+             "original_max_position_embeddings": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "draft_lm"])
+def test_scaled_positions_of_the_verifier_are_written_and_followed(name, scaling, tmp_path):
+    rope = SCALED[scaling]
+    verifier = tiny.verifier(rope_parameters=rope, max_position_embeddings=4096)
+    make = DRAFTERS.get(name) or (
+        lambda v: DraftLM.create(v, DraftLMConfig("layers:0,7"), LossConfig(num_steps=1))
+    )
+    make(verifier).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert rope.items() <= config["rope_parameters"].items()
+    assert config["max_position_embeddings"] == 4096
+    loaded = load_checkpoint(tmp_path, verifier)
+    rotary = loaded.lm.decoder.rotary_emb if name == "draft_lm" else loaded.rotary
+    positions = torch.tensor([[0, 1, 63, 255, 256, 2047, 2048, 4095]])
+    hidden = torch.zeros(1, 8, 32)
+    expected = verifier.decoder.rotary_emb(hidden, positions)
+    for ours, theirs in zip(rotary(hidden, positions), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_draft_model_is_a_whole_model_of_the_verifiers_vocabulary(tmp_path):
+    DraftLM.create(VERIFIER, DraftLMConfig("layers:0,7"), LOSS).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+    assert config["vocab_size"] == VERIFIER.vocab_size
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= names
+    assert {name.split(".")[2] for name in names if name.startswith("model.layers.")} == {"0", "1"}
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_eagle1_says_that_it_has_no_bias(tmp_path):
+    """The original code adds one where config.json does not say."""
+    DRAFTERS["eagle1"](VERIFIER).save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["bias"] is False
 
 
 def test_kinds_that_no_engine_loads_have_no_table(tmp_path):
