@@ -46,8 +46,8 @@ class Patient:
     """Whether headstart saved it."""
     recorded: dict[str, Any] | None = None
     """The measures of its last validation in training, if they lie beside it."""
-    answers: str | None = None
-    """The data that validation replayed."""
+    data: dict[str, Any] | None = None
+    """The settings of data that it was trained with; of use with `recorded` only."""
     written: dict[str, Any] = field(default_factory=dict)
     """The config as it lies in the folder."""
 

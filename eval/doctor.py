@@ -101,7 +101,7 @@ def admit(folder: str, verifier: Verifier) -> Patient:
     tensors = read_tensors(Path(folder))
     read = as_engines_read(config, kind, verifier)
     patient = Patient(folder, kind, read, tensors, ours=True, written=config)
-    patient.recorded, patient.answers = history(Path(folder))
+    patient.recorded, patient.data = history(Path(folder))
     return patient
 
 
@@ -122,14 +122,15 @@ def as_engines_read(config: dict[str, Any], kind: str, verifier: Verifier) -> di
     } | config
 
 
-def history(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """What training wrote beside a checkpoint: its last validation, and the data of it."""
+def history(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """What training wrote beside a checkpoint: its last validation, and its settings of data."""
     try:
         recorded = json.loads((folder / "resume" / "state.json").read_text())["validation"]
-        answers = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]["eval"]
+        data = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]
+        data["eval"], data["chat_template_kwargs"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None, None
-    return recorded, answers
+    return recorded, data
 
 
 def verifier_of(settings: Doctor) -> str:
@@ -156,9 +157,9 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
     Raises:
         ValueError: data that cannot be read, or without a prompt.
     """
-    same = settings.prompts is None and patient.recorded is not None and patient.answers is not None
-    same = same and conversations.resolve(patient.answers) is not None
-    source = patient.answers if same else settings.prompts or _PROMPTS
+    known = None if patient.recorded is None else patient.data["eval"]
+    same = settings.prompts is None and known is not None and conversations.resolve(known)
+    source = known if same else settings.prompts or _PROMPTS
     every = [c for c in conversations.read(source) if c.asked()]
     chosen = [every[i * len(every) // settings.num_prompts] for i in range(settings.num_prompts)]
     chosen = every if len(every) <= settings.num_prompts else chosen
@@ -166,14 +167,14 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
         raise ValueError(f"prompts {source!r}: no row has a user turn")
     if not same:
         chosen = answered(chosen, settings, verifier)
+    kwargs = patient.data["chat_template_kwargs"] if same else None
+    rules = (verifier.tokenizer, verifier.terminator_ids, settings.max_length, kwargs)
     audit, rows = Audit(), []
     for conversation in chosen:
-        found = render.render(
-            conversation, verifier.tokenizer, verifier.terminator_ids, settings.max_length
-        )
+        found = render.render(conversation, *rules)
         audit.add(found)
         rows += [row for row in found if not row.empty]
-    return rows, audit, same
+    return rows, audit, bool(same)
 
 
 def answered(

@@ -21,10 +21,9 @@ from headstart.data.render import Row
 from headstart.eval.checks import Finding, Patient
 from headstart.eval.replay import acceptance_table
 from headstart.models import layouts
-from headstart.models.draft_lm import DraftLM
 from headstart.models.drafter import Drafting, TrainableDrafter, supervised
 from headstart.models.feature_drafter import llama_config
-from headstart.models.imports import is_map
+from headstart.models.imports import is_map, members
 from headstart.models.loading import CLASSES
 from headstart.models.losses import LossConfig
 from headstart.models.sampling import Sampling
@@ -46,11 +45,9 @@ class Reading(NamedTuple):
 
 def drafter_of(patient: Patient, verifier: Verifier) -> TrainableDrafter | None:
     """The drafter as an engine would run it; None where it could not."""
-    config, kind = patient.config, patient.kind
-    if kind == "draft_lm":
-        return DraftLM.load(Path(patient.folder), config, verifier, LossConfig()).eval()
-    tensors = dict(patient.tensors)
+    config, kind, folder = patient.config, patient.kind, Path(patient.folder)
     required = layouts.required(kind, config)
+    tensors = dict(patient.tensors)
     if required is not None:
         known = required | layouts.optional(kind, config)
         tensors = {name: tensor for name, tensor in tensors.items() if name in known}
@@ -63,11 +60,10 @@ def drafter_of(patient: Patient, verifier: Verifier) -> TrainableDrafter | None:
         elif not is_map(tensors["d2t"], config["vocab_size"]):
             return None
         elif "t2d" not in tensors:
-            tensors["t2d"] = _members(tensors["d2t"], config["vocab_size"])
+            tensors["t2d"] = members(tensors["d2t"], config["vocab_size"])
+    given = () if required is None else (tensors,)
     try:
-        return (
-            CLASSES[kind].load(Path(patient.folder), config, verifier, LossConfig(), tensors).eval()
-        )
+        return CLASSES[kind].load(folder, config, verifier, LossConfig(), *given).eval()
     except ValueError:
         return None
 
@@ -208,14 +204,8 @@ def _maps(patient: Patient) -> Iterator[Reading]:
     else:
         return
     if is_map(offsets, total):
-        changed = tensors | {"d2t": offsets, "t2d": _members(offsets, total)}
+        changed = tensors | {"d2t": offsets, "t2d": members(offsets, total)}
         yield Reading("vocabulary map", what, mend, replace(patient, tensors=changed))
-
-
-def _members(offsets: Tensor, vocab_size: int) -> Tensor:
-    """t2d of a map."""
-    ids = offsets + torch.arange(len(offsets))
-    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
 
 
 def _theta(rope: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from headstart.models.drafter import Drafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.imports import SGLANG_IDS
-from headstart.models.loading import load_pair
+from headstart.models.loading import load_pair, tunes_verifier
 from headstart.models.medusa import Medusa
 
 
@@ -250,7 +250,16 @@ def _kind(drafter: Drafter) -> str:
 
 
 def run(settings: Export) -> None:
-    """Read, convert, write."""
+    """Read, convert, write.
+
+    Raises:
+        ValueError: a drafter whose verifier was trained with it, or as `converted` and `write`.
+    """
+    if tunes_verifier(settings.drafter):
+        raise ValueError(
+            f"drafter {settings.drafter!r} drafts for a verifier that was trained with it, for "
+            "which no layout has a place; merge its adapter and train heads for the result"
+        )
     verifier, drafter = load_pair(
         settings.verifier, settings.drafter, "float32", "cpu", settings.allow_verifier
     )

@@ -164,7 +164,13 @@ def check_tensors(
 def is_map(offsets: Tensor, vocab_size: int) -> bool:
     """Whether i + offsets[i] are ascending ids of the verifier's vocabulary."""
     ids = offsets + torch.arange(len(offsets))
-    return bool((ids.diff() > 0).all()) and ids[0] >= 0 and ids[-1] < vocab_size
+    return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+
+
+def members(offsets: Tensor, vocab_size: int) -> Tensor:
+    """t2d of a map: which of the verifier's ids it has, bool [V]."""
+    ids = offsets + torch.arange(len(offsets))
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
 
 
 def drop_shared_embeddings(tensors: dict[str, Tensor], verifier: Verifier) -> None:
@@ -220,9 +226,7 @@ def _eagle3_config(
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
         if "t2d" not in tensors and is_map(tensors["d2t"], layer["vocab_size"]):
-            member = torch.zeros(layer["vocab_size"], dtype=torch.bool)
-            ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-            tensors["t2d"] = member.index_fill(0, ids, True)
+            tensors["t2d"] = members(tensors["d2t"], layer["vocab_size"])
     return _llama_config(
         folder,
         layer | {"norm_before_fc": bool(found.get("norm_before_fc"))},
