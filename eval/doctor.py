@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 from tqdm import tqdm
+from transformers import LlamaConfig
 
 from headstart.data import conversations, regenerate, render
 from headstart.data.collate import Featurizer
@@ -27,7 +28,7 @@ from headstart.eval import checks, probe
 from headstart.eval.checks import CHECKS, Finding, Patient
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
-from headstart.models import imports
+from headstart.models import imports, layouts
 from headstart.models.drafter import read_tensors
 from headstart.models.eagle3 import check_layers
 from headstart.models.joint import tune
@@ -35,6 +36,7 @@ from headstart.models.loading import CLASSES, read_config, tunes_verifier
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 
+ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
 _PROMPTS = "data/smollm2/eval.jsonl"
 
 
@@ -99,7 +101,14 @@ def admit(folder: str, verifier: Verifier) -> Patient:
     if kind not in CLASSES:
         raise ValueError(f"drafter {folder!r} has type {kind!r}; known are {', '.join(CLASSES)}")
     tensors = read_tensors(Path(folder))
-    read = as_engines_read(config, kind, verifier)
+    try:
+        read = as_engines_read(config, kind, verifier)
+        layouts.required(kind, read)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"drafter {folder!r}: {error} is missing from its config.json, so nothing can be said "
+            "of its tensors; copy the folder again"
+        ) from error
     patient = Patient(folder, kind, read, tensors, ours=True, written=config)
     patient.recorded, patient.data = history(Path(folder))
     return patient
@@ -107,19 +116,23 @@ def admit(folder: str, verifier: Verifier) -> Patient:
 
 def as_engines_read(config: dict[str, Any], kind: str, verifier: Verifier) -> dict[str, Any]:
     """With vLLM's defaults for what somebody took out of it."""
-    if kind != "eagle3":
+    if kind not in ("eagle3", "eagle1"):
         return config
-    usual = {} if "eagle_config" in config else {
-        "eagle_aux_hidden_state_layer_ids": list(check_layers(None, verifier.num_layers))
-    }  # fmt: skip
-    return {
-        "norm_before_residual": False,
-        "norm_output": False,
-        "fc_norm": False,
-        "draft_vocab_size": config["vocab_size"],
+    rope = {field: config[field] for field in ROPE_FIELDS if field in config}
+    read = {
+        "bias": False,
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
         "target_hidden_size": config["hidden_size"],
-        "eagle_config": usual,
     } | config
+    read["rope_parameters"] = LlamaConfig(**rope).rope_parameters
+    if kind == "eagle1":
+        return read
+    flags = ("norm_before_residual", "norm_output", "fc_norm")
+    read = dict.fromkeys(flags, False) | {"draft_vocab_size": config["vocab_size"]} | read
+    if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        usual = list(check_layers(None, verifier.num_layers))
+        read["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": usual}
+    return read
 
 
 def history(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -1,5 +1,7 @@
 """What a drafter's folder shows by itself; most of it on broken drafters in test_doctor."""
 
+import json
+
 import foreign
 import pytest
 import tiny
@@ -61,6 +63,28 @@ def test_positions_of_a_scaled_verifier_are_in_order_and_their_loss_is_seen(scal
     lost, short = checks.rope(patient, model)
     assert (lost.severity, short.severity) == ("defect", "note")
     assert f"rope_type {scaling}" in lost.what and "2048, the verifier's 4096" in short.what
+
+
+def test_positions_taken_out_of_a_config_are_read_as_engines_read_that(tmp_path):
+    model = tiny.verifier(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    DRAFTERS["eagle1"](model).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field in ("rope_parameters", "bias", "target_hidden_size"):
+        del config[field]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = examine(admit(str(tmp_path), model), model)
+    (lost,) = [finding for finding in found if finding.severity == "defect"]
+    assert lost.check == "rope"
+    assert "rope_theta 10000.0" in lost.what and "rope_theta 500000.0" in lost.what
+
+
+def test_a_config_of_which_nothing_can_be_said_is_refused(tmp_path):
+    DRAFTERS["eagle3"](VERIFIER).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"'intermediate_size' is missing from its config\.json"):
+        admit(str(tmp_path), VERIFIER)
 
 
 def test_of_many_names_a_few_are_listed(tmp_path):
