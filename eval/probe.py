@@ -30,7 +30,7 @@ from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 
 GREEDY = Drafting(False, Sampling())
-_DEVIATIONS = 4  # of a difference that counts, in standard errors
+_DEVIATIONS = 3  # of a difference that counts, in standard errors
 _SHARE = 0.02  # and of all drafts
 
 

@@ -22,6 +22,7 @@ from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaLayout
+from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 
 CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "eagle1": Eagle1, "medusa": Medusa}
@@ -69,8 +70,7 @@ def read(folder: str | Path, verifier: Verifier) -> tuple[str, dict[str, Any], d
         ValueError: as `load`.
     """
     kind, config, tensors = translate(folder, verifier)
-    target = config.get("target_hidden_size", config["hidden_size"])
-    check_shape(Path(folder), target, config["vocab_size"], verifier)
+    check_shape(folder, config, verifier)
     check_tensors(Path(folder), kind, config, tensors)
     if "d2t" in tensors and not is_map(tensors["d2t"], config["vocab_size"]):
         raise ValueError(
@@ -88,6 +88,25 @@ def translate(
     Raises:
         ValueError: a kind that headstart has not, or a setting it cannot follow.
     """
+    kind, config, tensors = describe(folder, verifier)
+    if kind != "medusa":
+        drop_shared_embeddings(tensors, verifier)
+    config["headstart"] = made_for(verifier, kind)
+    if kind == "eagle1":
+        settings = Eagle1Config()
+        config["headstart"] |= {"noise": settings.noise, "token_weight": settings.token_weight}
+    return kind, config, tensors
+
+
+def describe(
+    folder: str | Path, verifier: Verifier | Outline
+) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Its kind, its config in headstart's keys with the kind as `headstart` entry, and its tensors
+    in headstart's names.
+
+    Raises:
+        ValueError: a kind that headstart has not, or a setting it cannot follow.
+    """
     folder, kind = Path(folder), kind_in(folder)
     if kind not in CLASSES:
         raise ValueError(
@@ -99,20 +118,11 @@ def translate(
         config, tensors = _medusa(folder, found, tensors, verifier)
     elif kind == "eagle1":
         tensors = {layouts.eagle1_name(name): tensor for name, tensor in tensors.items()}
-        config = _eagle1_config(folder, found, tensors, verifier)
+        config = _eagle1_config(folder, found, tensors)
     else:
         tensors = {layouts.eagle3_name(name): tensor for name, tensor in tensors.items()}
-        config = _eagle3_config(folder, found, tensors, verifier)
-    if kind != "medusa":
-        drop_shared_embeddings(tensors, verifier)
-    config["headstart"] = made_for(verifier, kind)
-    if kind == "eagle1":
-        settings = Eagle1Config()
-        config["headstart"] |= {
-            "noise": settings.noise,
-            "token_weight": settings.token_weight,
-        }
-    return kind, config, tensors
+        config = _eagle3_config(folder, found, tensors, verifier.num_layers)
+    return kind, config | {"headstart": {"type": kind}}, tensors
 
 
 def read_any(folder: Path) -> dict[str, Tensor]:
@@ -206,7 +216,7 @@ def _llama_config(folder: Path, found: dict[str, Any], **own: Any) -> dict[str, 
 
 
 def _eagle3_config(
-    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor], verifier: Verifier
+    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor], num_layers: int
 ) -> dict[str, Any]:
     layer = found.get("transformer_layer_config", found)
     speculators = "speculators_model_type" in found
@@ -218,7 +228,7 @@ def _eagle3_config(
     nested = found.get("eagle_config") or {}
     ids = found.get("eagle_aux_hidden_state_layer_ids")
     ids = ids or nested.get("eagle_aux_hidden_state_layer_ids")
-    layers = check_layers(_as_ours(ids, found, verifier.num_layers), verifier.num_layers)
+    layers = check_layers(_as_ours(ids, found, num_layers), num_layers)
     size = found.get("draft_vocab_size") or layer.get("draft_vocab_size") or layer["vocab_size"]
     if size == layer["vocab_size"]:
         for name in ("d2t", "t2d"):
@@ -257,7 +267,7 @@ def _as_ours(ids: list[int] | None, found: dict[str, Any], num_layers: int) -> A
 
 
 def _eagle1_config(
-    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor], verifier: Verifier
+    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     # the original code takes true where nothing is said, but wrote some without
     bias = found.get("bias", "fc.bias" in tensors)
@@ -271,7 +281,7 @@ def _eagle1_config(
 
 
 def _medusa(
-    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor], verifier: Verifier
+    folder: Path, found: dict[str, Any], tensors: dict[str, Tensor], verifier: Verifier | Outline
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors. The file decides how many heads there are: published configs differ from
     their files in that."""

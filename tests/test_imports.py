@@ -1,6 +1,5 @@
 """Drafters that other programs saved: known, read bit by bit, refused by name, used, trained."""
 
-import shutil
 from pathlib import Path
 
 import foreign
@@ -18,12 +17,13 @@ from headstart.models.draft_lm import DraftLM
 from headstart.models.drafter import TrainableDrafter, fingerprint
 from headstart.models.loading import load, load_checkpoint
 from headstart.models.losses import LossConfig
+from headstart.models.outline import Outline
 from headstart.models.sampling import Sampling
 from headstart.models.trees import chain
 from headstart.models.verifier import Verifier
 from headstart.train import draft_lm, eagle1, eagle3, medusa
 from headstart.train.loop import TrainingConfig
-from headstart.train.prepare import DataConfig, initial_drafter
+from headstart.train.prepare import DataConfig, check_checkpoint, initial_drafter
 
 torch.set_num_threads(1)
 
@@ -269,22 +269,32 @@ def test_its_draft_vocabulary_makes_room_for_the_data(tmp_path):
     foreign.speculators_eagle3(tmp_path, True, OTHERS)
     counts = ONES.clone()
     counts[44] = 100
-    drafter = initial_drafter(str(tmp_path), "eagle3", VERIFIER, LOSS, counts)
+    drafter = initial_drafter(str(tmp_path), VERIFIER, LOSS, counts)
     assert 44 in drafter.draft_ids and len(drafter.draft_ids) == 16
     assert torch.equal(drafter.embed_tokens.weight, OTHERS)
+
+
+OUTLINE = Outline("tiny", 8, 32, 64, 512)
 
 
 def test_another_kind_than_the_script_trains_is_refused(tmp_path):
     foreign.original_medusa(tmp_path)
     with pytest.raises(ValueError, match="is a drafter of type medusa, this script trains eagle3"):
-        initial_drafter(str(tmp_path), "eagle3", VERIFIER, LOSS, ONES)
+        check_checkpoint(str(tmp_path), "eagle3", OUTLINE, "init_from")
+
+
+def test_what_is_wrong_with_it_is_told_before_the_verifier_is_loaded(tmp_path):
+    foreign.original_medusa(tmp_path / "medusa")
+    assert check_checkpoint(tmp_path / "medusa", "medusa", OUTLINE, "init_from")["num_heads"] == 3
+    foreign.original_eagle3(tmp_path / "eagle3")
+    other = OUTLINE._replace(vocab_size=65)
+    with pytest.raises(ValueError, match=r"init_from.*64 tokens; tiny has 32 and 65"):
+        check_checkpoint(tmp_path / "eagle3", "eagle3", other, "init_from")
 
 
 def test_an_ordinary_model_starts_a_draft_model(tmp_path):
     small = tiny.save(tiny.verifier(num_hidden_layers=2, seed=1), tmp_path / "small")
-    drafter = initial_drafter(small, "draft_lm", VERIFIER, LOSS, ONES)
+    assert check_checkpoint(small, "draft_lm", OUTLINE, "init_from") == {}
+    drafter = initial_drafter(small, VERIFIER, LOSS, ONES)
     assert isinstance(drafter, DraftLM) and drafter.lm.num_layers == 2
     assert all(weight.requires_grad for weight in drafter.parameters())
-    shutil.rmtree(tmp_path / "small")
-    with pytest.raises(ValueError, match="no such folder"):
-        initial_drafter(small, "draft_lm", VERIFIER, LOSS, ONES)
