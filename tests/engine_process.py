@@ -1,0 +1,74 @@
+"""Greedy decoding in a real vLLM, in this process: `python engine_process.py JOB RESULT`.
+
+Run by the engine's own Python, whose environment has no headstart. The job (JSON) names a model's
+folder, prompts as token ids, `max_tokens`, `max_model_len`, and a list of speculative configs, null
+for plain decoding; the result is a list with, for each of them, the tokens of every engine step of
+every prompt, and what vLLM counted.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.sampling_params import RequestOutputKind
+
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+def counted(llm: LLM) -> dict[str, Any]:
+    """The process's counters so far; zeros where nothing was ever drafted."""
+    found: dict[str, Any] = dict.fromkeys(COUNTERS, 0) | {"per_position": []}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_")
+        if name in COUNTERS:
+            found[name] += metric.value
+        elif name == "num_accepted_tokens_per_pos":
+            found["per_position"] = list(metric.values)
+    return found
+
+
+def steps_of(llm: LLM, number: int, prompt: list[int], max_tokens: int) -> list[list[int]]:
+    """The tokens of each step, prefill's first. vLLM's last step may have been cut by the limit."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine, steps = llm.llm_engine, []
+    engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        steps += [list(o.outputs[0].token_ids) for o in engine.step() if o.outputs[0].token_ids]
+    return steps
+
+
+def decode(job: dict[str, Any], speculative_config: dict[str, Any] | None) -> dict[str, Any]:
+    llm = LLM(
+        model=job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=job["max_model_len"],
+        speculative_config=speculative_config,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
+    prompts = []
+    for number, prompt in enumerate(job["prompts"]):
+        before = counted(llm)
+        steps = steps_of(llm, number, prompt, job["max_tokens"])
+        prompts.append({"steps": steps, "before": before, "after": counted(llm)})
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return {"prompts": prompts}
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = [decode(job, config) for config in job["speculative_configs"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
