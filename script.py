@@ -35,8 +35,26 @@ _MEANS = {  # what others call a setting, and its name here
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # a field's docstring is its help
 
 
+def run_commands(commands: dict[str, tuple[type, Callable[[Any], Any]]]) -> None:
+    """Like `run_script`, of a script with several commands: the first word names one. The first
+    setting of each may be given by itself, right after it."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name not in commands:
+        asked = name in ("-h", "--help")
+        known = " | ".join(commands)
+        usage = f"{Path(sys.argv[0]).name} {known}; add --help to one of them"
+        print(f"usage: {usage}" if asked else f"error: no command {name!r}: {usage}",
+              file=sys.stdout if asked else sys.stderr)  # fmt: skip
+        sys.exit(0 if asked else 2)
+    settings_class, run = commands[name]
+    run_script(settings_class, run, fields(settings_class)[0].name, words)
+
+
 def run_script(
-    settings_class: type[Settings], run: Callable[[Settings], Any], first: str | None = None
+    settings_class: type[Settings],
+    run: Callable[[Settings], Any],
+    first: str | None = None,
+    words: list[str] | None = None,
 ) -> None:
     """Read `settings_class` from `--config FILE` and dotted overrides, and hand it to `run`.
 
@@ -45,9 +63,10 @@ def run_script(
 
     Args:
         first: setting that may be given by itself, as the first word.
+        words: the command line; the program's own when not given.
     """
     warnings.formatwarning = _warning_line
-    words = sys.argv[1:]
+    words = sys.argv[1:] if words is None else words
     if first is not None and words and not words[0].startswith("-"):
         words = [f"--{first}", *words]
     try:

@@ -1,9 +1,8 @@
 """Greedy decoding in a real vLLM, in this process: `python engine_process.py JOB RESULT`.
 
-Run by the engine's own Python, whose environment has no headstart. The job (JSON) names a model's
-folder, prompts as token ids, `max_tokens`, `max_model_len`, and a list of speculative configs, null
-for plain decoding; the result is a list with, for each of them, the tokens of every engine step of
-every prompt, and what vLLM counted.
+Run by the engine's own Python, whose environment has no headstart. The job (JSON) has prompts as
+token ids, `max_tokens`, and `engines`: for each of them the arguments of an `LLM`. The result is a
+list with, for each engine, the tokens of every step of every prompt, and what vLLM counted.
 """
 
 import gc
@@ -47,15 +46,13 @@ def steps_of(llm: LLM, number: int, prompt: list[int], max_tokens: int) -> list[
     return steps
 
 
-def decode(job: dict[str, Any], speculative_config: dict[str, Any] | None) -> dict[str, Any]:
+def decode(job: dict[str, Any], arguments: dict[str, Any]) -> list[dict[str, Any]]:
     llm = LLM(
-        model=job["model"],
         dtype="float32",
         enforce_eager=True,
-        max_model_len=job["max_model_len"],
-        speculative_config=speculative_config,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        **arguments,
     )
     prompts = []
     for number, prompt in enumerate(job["prompts"]):
@@ -65,10 +62,10 @@ def decode(job: dict[str, Any], speculative_config: dict[str, Any] | None) -> di
     del llm
     cleanup_dist_env_and_memory()
     gc.collect()
-    return {"prompts": prompts}
+    return prompts
 
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
-    results = [decode(job, config) for config in job["speculative_configs"]]
+    results = [decode(job, arguments) for arguments in job["engines"]]
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -54,41 +54,57 @@ DRAFTERS: dict[str, Callable[[Verifier], TrainableDrafter]] = {
 }
 
 
+def answered_rows(verifier: Verifier, prompts: list[list[int]], length: int) -> list[Row]:
+    """The prompts with the verifier's own greedy answers of `length` tokens."""
+    decoding = {"sampling": Sampling(), "drafting": None, "max_new_tokens": length}
+    answers = generate(verifier, None, prompts, shape=None, **decoding)
+    return [
+        Row(prompt + answer.tokens, [0] * len(prompt) + [1] * length, str(i))
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def learn(drafter: TrainableDrafter, rows: list[Row], rate: float, enough: float) -> float:
+    """Train on the rows until `enough` of the drafts are right: the share that is."""
+    featurize = Featurizer(drafter.verifier, drafter.feature_layers)
+    batch = featurize(collate(rows, 512, packed=False))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
+    steps = drafter.loss.num_steps
+    weights = drafter.loss.step_weights() / batch["loss_mask"].sum()
+    drafter.train()
+    for _ in range(400):
+        optimizer.zero_grad()
+        loss = drafter(batch, weights)
+        loss.value.backward()
+        optimizer.step()
+        totals = [loss.metrics[f"accuracy/{s}"] for s in range(steps)]
+        marginal = float(sum(total for total, _ in totals) / sum(count for _, count in totals))
+        if marginal > enough:
+            break
+    drafter.eval()
+    return marginal
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_learned_by_heart_is_accepted_in_decoding(name):
     verifier = tiny.verifier(hidden_size=64, intermediate_size=128)
     verifier.terminator_ids = ()
     random = torch.Generator().manual_seed(8)
     prompts = torch.randint(3, 64, (8, 4), generator=random).tolist()
+    rows = answered_rows(verifier, prompts, LENGTH)
+    torch.manual_seed(0)
+    drafter = DRAFTERS[name](verifier)
+    rate = 1e-2 if isinstance(drafter, HeadsDrafter) else 5e-3
+    assert learn(drafter, rows, rate, enough=0.99) > 0.98
     greedy, drafting = Sampling(), Drafting(False, Sampling())
     decoding = {"sampling": greedy, "drafting": drafting, "max_new_tokens": LENGTH}
-    answers = generate(verifier, None, prompts, shape=None, **decoding)
-    rows = [
-        Row(prompt + answer.tokens, [0] * len(prompt) + [1] * LENGTH, str(i))
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    torch.manual_seed(0)
-    drafter = DRAFTERS[name](verifier).train()
-    featurize = Featurizer(verifier, drafter.feature_layers)
-    batch = featurize(collate(rows, 64, packed=False))
-    rate = 1e-2 if isinstance(drafter, HeadsDrafter) else 5e-3
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
-    weights = drafter.loss.step_weights() / (8 * LENGTH)
-    for _ in range(400):
-        optimizer.zero_grad()
-        loss = drafter(batch, weights)
-        loss.value.backward()
-        optimizer.step()
-        totals = [loss.metrics[f"accuracy/{s}"] for s in range(4)]
-        marginal = sum(total for total, _ in totals) / sum(count for _, count in totals)
-        if marginal > 0.99:
-            break
-    assert marginal > 0.98
-    drafter.eval()
     drafted = generate(verifier, drafter, prompts, shape=chain(4), **decoding)
-    assert [got.tokens for got in drafted] == [got.tokens for got in answers]
+    assert [p + got.tokens for p, got in zip(prompts, drafted, strict=True)] == [
+        row.input_ids for row in rows
+    ]
     decoded = [got.counts(str(i)) for i, got in enumerate(drafted)]
     assert summarise(decoded)["acceptance_length"]["value"] > 4.5
+    featurize = Featurizer(verifier, drafter.feature_layers)
     replayed = replay_rows(drafter, rows, featurize, 4, greedy, drafting, LENGTH)
     for left, right in zip(replayed, decoded, strict=True):
         assert_equal(left, right)
