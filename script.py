@@ -38,14 +38,18 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)  # a field's doc
 def run_commands(commands: dict[str, tuple[type, Callable[[Any], Any]]]) -> None:
     """Like `run_script`, of a script with several commands: the first word names one. The first
     setting of each may be given by itself, right after it."""
-    name, *words = sys.argv[1:] or ["--help"]
+    name, *words = sys.argv[1:] or [""]
     if name not in commands:
-        asked = name in ("-h", "--help")
-        known = " | ".join(commands)
-        usage = f"{Path(sys.argv[0]).name} {known}; add --help to one of them"
-        print(f"usage: {usage}" if asked else f"error: no command {name!r}: {usage}",
-              file=sys.stdout if asked else sys.stderr)  # fmt: skip
-        sys.exit(0 if asked else 2)
+        known, first = " | ".join(commands), next(iter(commands))
+        usage = (
+            f"{Path(sys.argv[0]).name} {known} [--config FILE] [settings]; "
+            f"{first} --help lists the settings of {first}"
+        )
+        if name in ("-h", "--help"):
+            print(f"usage: {usage}")
+            sys.exit(0)
+        print(f"error: no command {name!r}; usage: {usage}", file=sys.stderr)
+        sys.exit(2)
     settings_class, run = commands[name]
     run_script(settings_class, run, fields(settings_class)[0].name, words)
 

@@ -197,7 +197,7 @@ def test_differences_are_told_with_their_reasons():
 
 def test_speedup_is_a_ratio_of_total_times():
     found = engine_report.speedup([(2.0, 1.0), (4.0, 4.0)])
-    assert found["value"] == 6 / 5
+    assert found["value"] == pytest.approx(6 / 5)
     assert (found["low"], found["high"]) == (1.0, 2.0)
 
 

@@ -163,7 +163,7 @@ def test_cpu_build_gets_its_settings_and_the_callers_own_win(tmp_path, monkeypat
 
 def test_missing_engine_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="no vllm in .*`make engine`"):
+    with pytest.raises(ValueError, match=r"no vllm in .*`make engine`"):
         executable(str(tmp_path / "nowhere"))
 
 
@@ -196,7 +196,7 @@ def test_server_that_ends_at_its_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "cpu_environment", lambda program: {})
     engine = fake_engine(tmp_path / "engine", "print('all well'); raise KeyError('no such thing')")
     with (
-        pytest.raises(ValueError, match="ended at its start .KeyError: 'no such thing'") as error,
+        pytest.raises(ValueError, match=r"ended at its start .KeyError: 'no such thing'") as error,
         serving("model", None, engine, [], tmp_path / "log"),
     ):
         pass
@@ -204,5 +204,5 @@ def test_server_that_ends_at_its_start_says_why(tmp_path, monkeypatch):
 
 
 def test_server_that_goes_away_is_named():
-    with pytest.raises(ValueError, match="server 'http://127.0.0.1:9' did not complete a prompt"):
+    with pytest.raises(ValueError, match=r"server .http://127.0.0.1:9. did not complete a prompt"):
         complete("http://127.0.0.1:9", "m", [1], 2)

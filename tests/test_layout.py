@@ -12,10 +12,12 @@ ORDER = ["models", "data", "eval", "train"]
 SHARED = ["headstart", "headstart.script"]  # below all sub-packages
 FOLDERS = [*ORDER, "recipes", "tests"]
 FILES = [
-    "pyproject.toml", "constraints.txt", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE",
+    "pyproject.toml", "constraints.txt", "constraints-engine.txt", "Makefile", "README.md",
+    "CONTRIBUTING.md", "LICENSE",
     ".ci/run", ".pre-commit-config.yaml", ".gitignore", "script.py", "main.py",
     "data/smollm2/README.md", "data/domain/README.md", "docs/losslessness.md",
     "docs/your-verifier.md", "docs/in-service.md", "docs/choosing-a-drafter.md", "docs/mtp.md",
+    "docs/serving.md",
 ]  # fmt: skip
 MAX_LINES = 400
 OTHERS = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}

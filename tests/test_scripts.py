@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from headstart import script
-from headstart.script import ROOT, arguments, parse, run_script
+from headstart.script import ROOT, arguments, parse, run_commands, run_script
 from headstart.train import draft_lm, medusa
 
 SCRIPTS = sorted(
@@ -212,6 +212,52 @@ def test_print_config_is_a_recipe(
     assert exit_code(monkeypatch, ["--config", recipe, "--print_config"], print) == 0
     printed = yaml_file(tmp_path, capsys.readouterr().out)
     assert parse(Recipe, ["--config", printed]) == Recipe("x", 4, None, Optimizer(1e-4))
+
+
+# ---- run_commands ------------------------------------------------------------------------------
+
+
+def commanded(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[list[Any], int | None]:
+    """What the commands were given, and the exit code."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    commands = {"write": (Recipe, seen.append), "tune": (Optimizer, seen.append)}
+    try:
+        run_commands(commands)
+    except SystemExit as stop:
+        return seen, stop.code
+    return seen, None
+
+
+def test_first_word_names_the_command_and_the_next_may_be_its_first_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [Recipe("x", 4)]
+    assert commanded(monkeypatch, ["write", "x", "--num-steps", "4"]) == (wanted, None)
+    assert commanded(monkeypatch, ["write", "--num-steps", "4", "--out", "x"]) == (wanted, None)
+    assert commanded(monkeypatch, ["tune", "0.5"]) == ([Optimizer(0.5)], None)
+    assert commanded(monkeypatch, ["tune"]) == ([Optimizer()], None)
+
+
+def test_faults_of_a_command_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for words, said in [
+        (["read"], "no command 'read'; usage: script.py write | tune"),
+        ([], "no command ''"),
+        (["tune", "--learning_rat", "1"], "did you mean 'learning_rate'"),
+        (["tune", "-1"], "-1"),
+    ]:
+        assert commanded(monkeypatch, words) == ([], 2)
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+def test_help_of_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    assert commanded(monkeypatch, ["--help"]) == ([], 0)
+    assert "write | tune" in capsys.readouterr().out
+    assert commanded(monkeypatch, ["tune", "--help"]) == ([], 0)
+    assert "Peak of the rate" in capsys.readouterr().out
 
 
 # ---- threads under accelerate launch -----------------------------------------------------------
