@@ -51,9 +51,8 @@ class Served:
 class Serve(Served):
     """The command to print or to run."""
 
-    port: int = 8000
     arguments: list[str] = field(default_factory=list)
-    """Further words for vllm serve, such as [--dtype, float32]."""
+    """Further words for vllm serve, such as [--dtype, float32, --port, "8001"]."""
     run: bool = False
     """Run the command, too."""
 
@@ -63,7 +62,7 @@ def serve(settings: Serve) -> None:
     config = engine_server.speculative_config(settings.drafter, settings.draft_length)
     verifier = engine_server.verifier_of(settings.verifier, settings.drafter)
     arguments = [*engine_server.loader_arguments(settings.drafter), *settings.arguments]
-    words = engine_server.command(verifier, config, settings.port, arguments)
+    words = engine_server.command(verifier, config, arguments)
     if not settings.run:
         print(engine_server.shown(words, {}))
         return

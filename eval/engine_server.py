@@ -102,13 +102,15 @@ def method_of(drafter: str, draft_length: int) -> str:
 
 
 def loader_arguments(drafter: str) -> list[str]:
-    """What `vllm serve` must be told besides: it takes the vocabulary of a Medusa for a tensor that
-    no one loaded, and ends, unless it does not check."""
-    truncated = loading.is_checkpoint(drafter) and "truncated_vocab_size" in loading.read_config(
-        drafter
-    )
-    unchecked = json.dumps({"enable_weights_track": False})
-    return ["--model-loader-extra-config", unchecked] if truncated else []
+    """What `vllm serve` must be told besides."""
+    return unchecked(loading.read_config(drafter)) if loading.is_checkpoint(drafter) else []
+
+
+def unchecked(config: dict[str, Any]) -> list[str]:
+    """Words that let vLLM load a Medusa with a draft vocabulary: it takes that for a tensor which
+    it has not loaded, and ends, unless it is told not to check. Config is the checkpoint's."""
+    value = json.dumps({"enable_weights_track": False})
+    return ["--model-loader-extra-config", value] if "truncated_vocab_size" in config else []
 
 
 def verifier_of(verifier: str | None, drafter: str) -> str:
@@ -127,11 +129,9 @@ def verifier_of(verifier: str | None, drafter: str) -> str:
     return str(embedded.folder(verifier)) if verifier.startswith("embedded/") else verifier
 
 
-def command(
-    verifier: str, config: dict[str, Any] | None, port: int, arguments: list[str]
-) -> list[str]:
+def command(verifier: str, config: dict[str, Any] | None, arguments: list[str]) -> list[str]:
     """`vllm serve …`, without drafts where `config` is None."""
-    words = ["vllm", "serve", verifier, "--port", str(port), *arguments]
+    words = ["vllm", "serve", verifier, *arguments]
     return words if config is None else [*words, "--speculative-config", json.dumps(config)]
 
 
@@ -189,7 +189,8 @@ def serving(
         ValueError: it does not start; `log` says why.
     """
     program, port = executable(engine), free_port()
-    words = [program, *command(verifier, config, port, arguments)[1:], "--host", "127.0.0.1"]
+    arguments = ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    words = [program, *command(verifier, config, arguments)[1:]]
     environment = os.environ | cpu_environment(program)
     with log.open("w") as file:
         process = subprocess.Popen(

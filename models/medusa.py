@@ -60,6 +60,8 @@ class Medusa(HeadsDrafter):
                 f"drafter.shared_projection: the output head of {verifier.name!r} has a bias, for "
                 "which engines' Medusa has no place; pass false"
             )
+        if draft_ids is not None and not self.one_head:
+            self.serving = None  # vLLM wants heads of its own over the whole vocabulary
         self.blocks = nn.ModuleList(
             ResidualBlocks(config.hidden_size, config.num_hidden_layers)
             for _ in range(config.num_heads)

@@ -208,7 +208,7 @@ def test_serve_prints_the_command(workplace, capsys, monkeypatch):
     config = json.dumps({"method": "eagle3", "model": words[2], "num_speculative_tokens": 3})
     verifier = workplace / "verifier"
     assert capsys.readouterr().out == (
-        f"vllm serve {verifier} --port 8000 --dtype float32 --speculative-config '{config}'\n"
+        f"vllm serve {verifier} --dtype float32 --speculative-config '{config}'\n"
     )
 
 

@@ -129,12 +129,12 @@ def test_verifier_is_the_drafters_own_unless_given(tmp_path):
 
 def test_command_can_be_typed_as_it_is_shown():
     config = {"method": "ngram", "num_speculative_tokens": 2}
-    words = command("some model", config, 8000, ["--dtype", "float32"])
+    words = command("some model", config, ["--dtype", "float32"])
     assert shown(words, {"A": "b c"}) == (
-        "A='b c' vllm serve 'some model' --port 8000 --dtype float32 --speculative-config "
+        "A='b c' vllm serve 'some model' --dtype float32 --speculative-config "
         '\'{"method": "ngram", "num_speculative_tokens": 2}\''
     )
-    assert command("m", None, 1, []) == ["vllm", "serve", "m", "--port", "1"]
+    assert command("m", None, []) == ["vllm", "serve", "m"]
 
 
 def fake_engine(folder: Path, program: str) -> str:
@@ -186,7 +186,9 @@ def test_server_runs_as_long_as_its_block(tmp_path, monkeypatch):
     config = {"method": "ngram"}
     with serving("model", config, engine, ["--dtype", "float32"], tmp_path / "log") as address:
         words = model_name(address)
-        assert words.startswith("serve model --port") and "--dtype float32" in words
+        assert (
+            words.startswith("serve model --host 127.0.0.1 --port") and "--dtype float32" in words
+        )
         assert json.dumps(config) in words
     with pytest.raises(ValueError, match="does not answer as vLLM does"):
         model_name(address)

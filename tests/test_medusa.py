@@ -271,6 +271,16 @@ def test_the_card_asks_for_no_more_drafts_than_there_are_heads():
         )
 
 
+def test_the_card_serves_what_vllm_loads():
+    """A draft vocabulary needs an option, and heads of their own over one are not loaded."""
+    state = {"step": 1, "tokens": 2, "validation": None}
+    option = "--model-loader-extra-config"
+    assert option not in model_card({"verifier": "v"}, state, make())
+    assert option in model_card({"verifier": "v"}, state, make(draft_vocab_size=40))
+    own = make(draft_vocab_size=40, shared_projection=False)
+    assert "No engine loads this kind" in model_card({"verifier": "v"}, state, own)
+
+
 def test_a_drafter_of_a_rounded_copy_of_the_verifier_is_its_own(tmp_path):
     """One checkpoint read in bfloat16 and in float32 has one fingerprint, and one head."""
     make(draft_vocab_size=40).save(tmp_path)

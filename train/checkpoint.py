@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from headstart.eval import engine_server
 from headstart.models.drafter import TrainableDrafter
 
 RUN_LENGTH = ("max_steps", "num_epochs", "max_tokens")
@@ -301,9 +302,12 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: Trainable
         parts.append(drafter.unserved)
     else:
         length = min(2, drafter.max_depth or 2)
-        config = (
-            f'{{"method": "{drafter.serving}", "model": "THIS-FOLDER", '
-            f'"num_speculative_tokens": {length}}}'
-        )
-        parts += ["Serve it:", f"    vllm serve {verifier} --speculative-config '{config}'"]
+        config = {
+            "method": drafter.serving,
+            "model": "THIS-FOLDER",
+            "num_speculative_tokens": length,
+        }
+        more = engine_server.unchecked(drafter.config.to_dict())
+        words = engine_server.command(str(verifier), config, more)
+        parts += ["Serve it:", f"    {engine_server.shown(words, {})}"]
     return "\n\n".join(parts) + "\n"
