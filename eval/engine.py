@@ -113,9 +113,9 @@ def started(settings: Compare, stack: ExitStack, verifier: str) -> tuple[str, st
     """Servers of our own with and without the drafter, until `stack` ends: their addresses."""
     config = engine_server.speculative_config(settings.drafter, settings.draft_length)
     arguments = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
+    arguments += engine_server.loader_arguments(settings.drafter)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     addresses = []
-    arguments += engine_server.loader_arguments(settings.drafter)
     for name, given in (("drafted", config), ("plain", None)):
         log = Path(settings.out) / f"{name}.log"
         print(f"starting vLLM, {name}; log in {log}", flush=True)
@@ -169,8 +169,9 @@ def measure(
     """Ask both servers for every row in turn, our loop too."""
     limit = settings.max_new_tokens
     models = {address: model_name(address) for address in (server, plain) if address}
-    for address, model in models.items():  # warm up
-        complete(address, model, prompt_of(rows[0]), limit)
+    if plain is not None:  # both are warmed up, and their counters at rest
+        complete(plain, models[plain], prompt_of(rows[0]), limit)
+    counted(server, models[server], prompt_of(rows[0]), limit)
     for row in rows:
         prompt = prompt_of(row)
         without = plain and complete(plain, models[plain], prompt, limit)

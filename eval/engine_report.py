@@ -31,15 +31,18 @@ def reason(found: Compared) -> str:
     return "; ".join(parts)
 
 
-def speedup(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:
-    """Total time without / with drafts, and its 95 % interval by bootstrap over prompts."""
+def speedup(pairs: Iterable[tuple[float, float]]) -> dict[str, float | None]:
+    """Total time without / with drafts, and its 95 % interval by bootstrap over prompts, if there
+    is more than one."""
     without, drafted = torch.tensor(list(pairs)).T
     generator = torch.Generator().manual_seed(0)
     sample = torch.randint(len(without), (1000, len(without)), generator=generator)
     resampled = without[sample].sum(1) / drafted[sample].sum(1)
-    value = without.sum() / drafted.sum()
+    value = float(without.sum() / drafted.sum())
+    if len(without) == 1:
+        return {"value": value, "low": None, "high": None}
     bounds = zip(("low", "high"), resampled.quantile(torch.tensor([0.025, 0.975])), strict=True)
-    return {"value": float(value)} | {name: float(bound) for name, bound in bounds}
+    return {"value": value} | {name: float(bound) for name, bound in bounds}
 
 
 def counts_table(done: list[Compared]) -> str:

@@ -199,6 +199,7 @@ def test_speedup_is_a_ratio_of_total_times():
     found = engine_report.speedup([(2.0, 1.0), (4.0, 4.0)])
     assert found["value"] == pytest.approx(6 / 5)
     assert (found["low"], found["high"]) == (1.0, 2.0)
+    assert engine_report.speedup([(3.0, 2.0)]) == {"value": 1.5, "low": None, "high": None}
 
 
 def test_serve_prints_the_command(workplace, capsys, monkeypatch):
