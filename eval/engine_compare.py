@@ -12,6 +12,7 @@ our loop is run some tokens further, and its last round is counted whole as well
 Legend: K draft length, T slots of prompt and text.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -168,14 +169,15 @@ def deviations(
     for accepted in answer.accepted:
         slot = prompt_length + written - 2
         for i in range(draft_length):
-            margin = float(table[slot, i]) if slot < len(table) else float("nan")
-            known = margin == margin
-            if i < accepted and not (known and margin > 0):
-                found.append(Deviation(written + i, i + 1, margin if known else None))
+            margin = float(table[slot, i]) if slot < len(table) else math.nan
+            if math.isnan(margin):  # past the text
+                if i < accepted:
+                    found.append(Deviation(written + i, i + 1, None))
+                break
+            if (margin > 0) != (i < accepted):
+                found.append(Deviation(written + i, i + 1, margin))
                 break
             if i == accepted:
-                if known and margin > 0:
-                    found.append(Deviation(written + i, i + 1, margin))
                 break
         written += accepted + 1
     return found
@@ -210,7 +212,10 @@ class Compared:
     def explained(self) -> bool:
         """Counts are equal, or every round that is not as the logits say has its reason."""
         found = self.deviations
-        return self.equal or (found is not None and all(d.explained for d in found))
+        if self.equal or found is None:
+            return self.equal
+        # of one text, rounds can only differ where one of them deviates
+        return bool(found or self.text != "identical") and all(d.explained for d in found)
 
 
 def judge(

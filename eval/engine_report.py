@@ -22,7 +22,7 @@ def reason(found: Compared) -> str:
     if found.deviations is None:
         return "NO REASON FOUND, the engine's steps came in one piece"
     if not found.deviations:
-        return "each text's rounds are as the drafter's logits say, so the texts differ"
+        return "every round of the engine's is as the drafter's logits say of its text"
     parts = []
     for one in found.deviations:
         what = "past the limit" if one.margin is None else f"logits {one.margin:+.1e} apart"
