@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from headstart.eval import report
 
 _LINE = re.compile(
-    r'^vllm:(\w+?)(?:_total)?\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\} ([-+.\w]+)', re.MULTILINE
+    r'^vllm:(\w+?)(?:_total)?(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? ([-+.\w]+)', re.MULTILINE
 )
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
@@ -87,20 +87,28 @@ class EngineCounts:
         }
 
 
+def counters(text: str) -> tuple[dict[str, float], dict[int, float]]:
+    """vLLM's of a page, without its prefix, and drafts accepted by position 0, 1, …: of all engines
+    together."""
+    found: dict[str, float] = {}
+    accepted: dict[int, float] = {}
+    for counter, labels, value in _LINE.findall(text):
+        position = _POSITION.search(labels)
+        if counter == PER_POSITION and position:
+            index = int(position[1])
+            accepted[index] = accepted.get(index, 0.0) + float(value)
+        else:
+            found[counter] = found.get(counter, 0.0) + float(value)
+    return found, accepted
+
+
 def parse(text: str, name: str) -> EngineCounts:
     """The counters of a page.
 
     Raises:
         ValueError: a page that is not vLLM's, or of a server without drafts.
     """
-    found: dict[str, float] = {}
-    accepted: dict[int, float] = {}
-    for counter, labels, value in _LINE.findall(text):
-        if counter == PER_POSITION:
-            position = int(_POSITION.search(labels)[1])
-            accepted[position] = accepted.get(position, 0.0) + float(value)
-        else:
-            found[counter] = found.get(counter, 0.0) + float(value)
+    found, accepted = counters(text)
     if not found:
         raise ValueError(f"page {name!r} is no metrics page of vLLM; pass such as http://HOST:8000")
     if not accepted:

@@ -7,13 +7,13 @@ are streamed. Drafts are counted by the server's own counters (vLLM's /metrics),
 import asyncio
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
+from headstart.eval import engine_metrics
 from headstart.eval.latency import Answer, full_tokens, full_until, full_waits
 from headstart.eval.measures import Counts
 from headstart.eval.sweep import OFF, Cell, Measure, Trial
@@ -21,8 +21,6 @@ from headstart.eval.workload import Prompt, Workload, batch
 from headstart.models import trees
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)(?:_total)?(\{[^}]*\})? ([\d.eE+]+)$", re.M)
-_POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass
@@ -98,13 +96,12 @@ def draft_counters(server: Server) -> dict[str, float] | None:
 
 def read_counters(page: str) -> dict[str, float]:
     """The counters of a Prometheus page, summed over engines."""
-    found: dict[str, float] = {}
-    for name, labels, value in _COUNTER.findall(page):
-        position = _POSITION.search(labels)
-        key = position[1] if position else name
-        if position or name in ("drafts", "draft_tokens", "accepted_tokens"):
-            found[key] = found.get(key, 0.0) + float(value)
-    return found
+    found, accepted = engine_metrics.counters(page)
+    names = {
+        name: f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+    totals = {name: found[long] for name, long in names.items() if long in found}
+    return totals | {str(position): value for position, value in accepted.items()}
 
 
 def counted(
