@@ -198,7 +198,7 @@ def compare(settings: Compare) -> list[Compared]:
             f"drafter {settings.drafter!r}: vLLM looks up other matches than headstart, so there "
             "is nothing to compare; read its acceptance with eval/engine.py metrics"
         )
-    check_depth(drafter, settings.draft_length, "draft_length")
+    check_depth(drafter.max_depth, settings.draft_length, "draft_length")
     rows, done = chosen_rows(settings, verifier), []
     with ExitStack() as stack:
         server, plain = settings.server, settings.plain
