@@ -76,6 +76,13 @@ class JointModel(nn.Module):
     """Verifier and drafter as the one module that is trained. It stands in for the drafter in the
     loop; batches come with the *original* verifier's states, see `original`."""
 
+    serving = None
+    unserved = (
+        "It drafts for the verifier that was trained with it, the original with the adapter in "
+        "`verifier_adapter`. An engine would serve the original one, so none is named here; "
+        "headstart's own decoding loop takes the tuned one."
+    )
+
     def __init__(self, drafter: TrainableDrafter, config: JointConfig, adapter: Path | None = None):
         """Attach a new adapter to the drafter's verifier, or that of a checkpoint."""
         super().__init__()
@@ -103,10 +110,6 @@ class JointModel(nn.Module):
     @property
     def loss(self) -> LossConfig:
         return self.drafter.loss
-
-    @property
-    def serving(self) -> str | None:
-        return self.drafter.serving
 
     @property
     def max_depth(self) -> int | None:

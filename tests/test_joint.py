@@ -19,6 +19,7 @@ from headstart.models.loading import load, load_pair
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.verifier import Verifier
+from headstart.train.checkpoint import model_card
 from headstart.train.prepare import initial_drafter
 
 LOSS = LossConfig(num_steps=2)
@@ -182,6 +183,13 @@ def test_a_damaged_adapter_is_refused(saved):
     (folder / "drafter" / ADAPTER / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"drafter .*: its verifier_adapter cannot be read"):
         tune(tiny.verifier(), folder / "drafter")
+
+
+def test_a_model_card_names_no_engine_for_a_tuned_verifier():
+    state = {"step": 1, "tokens": 2, "validation": None}
+    card = model_card({"verifier": "v"}, state, make(tiny.verifier()))
+    assert "verifier that was trained with it" in card
+    assert "vllm serve" not in card
 
 
 def test_without_peft_the_way_out_is_named(monkeypatch):
