@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.models import embedded, loading
+from headstart.models import embedded, imports, loading
 from headstart.models.lookup import PromptLookupConfig
 from headstart.script import options
 
@@ -58,7 +58,12 @@ def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
             f"drafter {drafter!r}: vLLM needs a folder; train one from these layers with "
             f"train/draft_lm.py --drafter.init {drafter} and serve its checkpoint"
         )
-    method = method_of(drafter, draft_length) if loading.is_checkpoint(drafter) else "draft_model"
+    if imports.kind_in(drafter) is not None:
+        method = imported_method(drafter, draft_length)
+    elif loading.is_checkpoint(drafter):
+        method = method_of(drafter, draft_length)
+    else:
+        method = "draft_model"
     folder = str(embedded.folder(drafter)) if drafter.startswith("embedded/") else drafter
     return {"method": method, "model": folder, "num_speculative_tokens": draft_length}
 
@@ -82,12 +87,7 @@ def method_of(drafter: str, draft_length: int) -> str:
             f"drafter {drafter!r} drafts for a verifier that was trained with it, by an adapter; "
             "vLLM would serve the original one: merge the adapter into a copy of the verifier first"
         )
-    heads = config.get("num_heads")
-    if heads is not None and draft_length > heads:
-        raise ValueError(
-            f"draft_length is {draft_length}, but {drafter!r} has {heads} heads, and vLLM would "
-            f"draft with heads of random weights; pass {heads} or less"
-        )
+    check_heads(drafter, config.get("num_heads"), draft_length)
     if "truncated_vocab_size" in config and not config["original_lm_head"]:
         raise ValueError(
             f"drafter {drafter!r} has heads of its own over a draft vocabulary, which vLLM does "
@@ -101,9 +101,41 @@ def method_of(drafter: str, draft_length: int) -> str:
     return known.serving
 
 
+def imported_method(drafter: str, draft_length: int) -> str:
+    """vLLM's name of the method of a drafter that another program saved.
+
+    Raises:
+        ValueError: a kind that headstart does not know, or one written for another engine.
+    """
+    kind, config = imports.kind_in(drafter), json.loads(Path(drafter, "config.json").read_text())
+    if kind not in imports.CLASSES:
+        raise ValueError(
+            f"drafter {drafter!r} is of speculators' kind {kind}, which headstart does not know; "
+            "see vLLM's documentation for its command"
+        )
+    if config.get("layer_ids_of") == imports.SGLANG_IDS:
+        raise ValueError(
+            f"drafter {drafter!r} was written for SGLang, which numbers layers otherwise than "
+            "vLLM; serve the checkpoint that it was made from"
+        )
+    check_heads(drafter, config.get("medusa_num_heads", config.get("num_heads")), draft_length)
+    return imports.CLASSES[kind].serving
+
+
+def check_heads(drafter: str, heads: int | None, draft_length: int) -> None:
+    """Raise a ValueError for more drafts than a drafter with heads has of them."""
+    if heads is not None and draft_length > heads:
+        raise ValueError(
+            f"draft_length is {draft_length}, but {drafter!r} has {heads} heads, and vLLM would "
+            f"draft with heads of random weights; pass {heads} or less"
+        )
+
+
 def loader_arguments(drafter: str) -> list[str]:
     """What `vllm serve` must be told besides."""
-    return unchecked(loading.read_config(drafter)) if loading.is_checkpoint(drafter) else []
+    if not loading.is_checkpoint(drafter) and imports.kind_in(drafter) is None:
+        return []
+    return unchecked(json.loads(Path(drafter, "config.json").read_text()))
 
 
 def unchecked(config: dict[str, Any]) -> list[str]:

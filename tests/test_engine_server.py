@@ -79,6 +79,31 @@ def test_another_model_is_a_draft_model(tmp_path):
     assert speculative_config(folder, 2) == wanted
 
 
+def foreign(drafter: TrainableDrafter, folder: Path, **config: object) -> str:
+    """The folder as another program would have written it."""
+    saved(drafter, folder)
+    read = json.loads((folder / "config.json").read_text())
+    del read["headstart"]
+    (folder / "config.json").write_text(json.dumps(read | config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_method_of_another_programs_drafter_is_that_of_its_kind(tmp_path, method):
+    folder = foreign(MAKERS[method](), tmp_path / "drafter")
+    assert speculative_config(folder, 3)["method"] == method
+    with pytest.raises(ValueError, match="pass --verifier"):
+        verifier_of(None, folder)
+
+
+def test_another_programs_drafter_that_would_not_work_is_refused(tmp_path):
+    other = foreign(MAKERS["eagle3"](), tmp_path / "other", speculators_model_type="dspark")
+    refused(other, 2, "speculators' kind dspark")
+    sglang = foreign(MAKERS["eagle3"](), tmp_path / "sglang", layer_ids_of="sglang")
+    refused(sglang, 2, "written for SGLang")
+    refused(foreign(medusa(), tmp_path / "medusa"), 4, "draft_length is 4, but .* has 3 heads")
+
+
 def refused(drafter: str, draft_length: int, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         speculative_config(drafter, draft_length)
@@ -117,6 +142,8 @@ def test_a_medusa_with_a_draft_vocabulary_is_loaded_unchecked(tmp_path):
     assert option == "--model-loader-extra-config"
     assert json.loads(value) == {"enable_weights_track": False}
     assert loader_arguments("prompt-lookup") == []
+    other = foreign(medusa(draft_vocab_size=48), tmp_path / "other")
+    assert loader_arguments(other) == [option, value]
 
 
 def test_verifier_is_the_drafters_own_unless_given(tmp_path):
