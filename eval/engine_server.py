@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.models import embedded, imports, loading
+from headstart.models import embedded, imports, loading, mtp_native
 from headstart.models.lookup import PromptLookupConfig
 from headstart.script import options
 
@@ -33,7 +33,8 @@ def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
 
     Args:
         drafter: the folder of a checkpoint; prompt-lookup, options behind a colon (vLLM calls it
-            ngram); or any causal language model with the verifier's tokenizer.
+            ngram); a verifier's folder with an MTP module in it; or any causal language model with
+            the verifier's tokenizer.
 
     Raises:
         ValueError: a drafter that vLLM cannot serve, or not with so many drafts.
@@ -58,6 +59,8 @@ def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
             f"drafter {drafter!r}: vLLM needs a folder; train one from these layers with "
             f"train/draft_lm.py --drafter.init {drafter} and serve its checkpoint"
         )
+    if mtp_native.holds_modules(drafter):  # vLLM reads them where it reads the verifier
+        return {"method": "mtp", "num_speculative_tokens": draft_length}
     if imports.kind_in(drafter) is not None:
         method = imported_method(drafter, draft_length)
     elif loading.is_checkpoint(drafter):
@@ -76,6 +79,12 @@ def method_of(drafter: str, draft_length: int) -> str:
     """
     config = loading.read_config(drafter)
     entry = config["headstart"]
+    if entry["type"] == "mtp":
+        raise ValueError(
+            f"drafter {drafter!r} is an MTP module, which vLLM reads from its verifier's folder; "
+            f"write both as one with models/export.py {drafter} --to mimo --out FOLDER, then serve "
+            "FOLDER"
+        )
     known = loading.CLASSES.get(entry["type"])
     if known is None or known.serving is None:
         raise ValueError(
@@ -149,8 +158,15 @@ def verifier_of(verifier: str | None, drafter: str) -> str:
     """The folder or Hub name to serve: the drafter's own verifier when none is given.
 
     Raises:
-        ValueError: neither tells.
+        ValueError: neither tells, or both.
     """
+    if mtp_native.holds_modules(drafter):
+        if verifier not in (None, drafter):
+            raise ValueError(
+                f"verifier: {drafter!r} is a verifier with an MTP module of its own, which drafts "
+                "for no other; leave it out"
+            )
+        return drafter
     if verifier is None and loading.is_checkpoint(drafter):
         verifier = loading.read_config(drafter)["headstart"]["verifier"]
     if verifier is None:

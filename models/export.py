@@ -3,7 +3,8 @@
     python models/export.py outputs/run/best --to speculators --out outputs/run/speculators
     python -m headstart.models.export outputs/run/best --to sglang --out outputs/run/sglang
 
-vLLM needs no export: it loads a checkpoint as it is. `speculators` is a folder that names its
+vLLM needs no export but for MTP: it loads a checkpoint as it is. `mimo` is a folder of the verifier
+and its MTP module in one, which vLLM serves as a MiMo. `speculators` is a folder that names its
 verifier, so that `vllm serve FOLDER` needs nothing else (EAGLE-3); `sglang` has the names and the
 layer ids that SGLang reads (EAGLE-3); `eagle` is the original EAGLE code's layout (EAGLE-3 and
 EAGLE-1), `medusa` the original Medusa code's. What a layout cannot say is refused by name.
@@ -18,13 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.models import embedded, layouts
+from headstart.models import embedded, layouts, mimo_folder
 from headstart.models.drafter import Drafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.imports import SGLANG_IDS
 from headstart.models.loading import load_pair, tunes_verifier
 from headstart.models.medusa import Medusa
+from headstart.models.mtp import MTP
 
 
 @dataclass
@@ -33,16 +35,17 @@ class Export:
 
     drafter: str
     """Folder of a checkpoint, or of a drafter in another layout; may be the first word alone."""
-    to: Literal["speculators", "sglang", "eagle", "medusa"]
-    """Layout: that of the speculators package, of SGLang, of the original EAGLE or Medusa code."""
+    to: Literal["speculators", "sglang", "eagle", "medusa", "mimo"]
+    """Layout: that of the speculators package, of SGLang, of the original EAGLE or Medusa code, or
+    of MiMo, verifier and MTP module in one."""
     out: str
     """Folder to write to; it must not hold anything yet."""
     verifier: str | None = None
     """Default: the verifier the drafter was trained for."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the written weights."""
+    """Of the written weights; with mimo of the module's, the verifier's stay as they are."""
     num_speculative_tokens: int = 3
-    """Drafts in a row that speculators' config asks for."""
+    """Drafts in a row that speculators' config, or mimo's printed command, asks for."""
     allow_verifier: bool = False
     """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
 
@@ -53,10 +56,29 @@ class Export:
             )
 
 
+def check_kind(drafter: Drafter, to: str) -> None:
+    """Raise a ValueError for a drafter that the layout `to` is not for."""
+    fitting = {
+        "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
+        "medusa": (Medusa,), "mimo": (MTP,),
+    }  # fmt: skip
+    if not isinstance(drafter, fitting[to]):
+        names = " or ".join(kind.__name__ for kind in fitting[to])
+        raise ValueError(
+            f"to: {to} is a layout for {names}; this drafter is {type(drafter).__name__}"
+        )
+
+
+def check_empty(out: Path) -> None:
+    """Raise a ValueError for a folder that holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {str(out)!r} holds something already; pass another folder")
+
+
 def converted(
     drafter: Drafter, to: str, verifier: str, num_speculative_tokens: int = 3
 ) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Config, tensors and name of their file, in the layout `to`.
+    """Config, tensors and name of their file, in the layout `to`, any but mimo.
 
     Args:
         verifier: what the folder says it is for: a name of the Hub, or a folder's path.
@@ -64,13 +86,7 @@ def converted(
     Raises:
         ValueError: a kind or a setting that the layout has no place for.
     """
-    fitting = {
-        "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
-        "medusa": (Medusa,),
-    }  # fmt: skip
-    if not isinstance(drafter, fitting[to]):
-        names = " or ".join(kind.__name__ for kind in fitting[to])
-        raise ValueError(f"to: {to} is a layout for {names}; this drafter is {_kind(drafter)}")
+    check_kind(drafter, to)
     if to == "speculators":
         config = _speculators_config(drafter, verifier, num_speculative_tokens)
         tensors = drafter.file_tensors()
@@ -91,8 +107,7 @@ def write(
     Raises:
         ValueError: `out` holds something already, or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out: {str(out)!r} holds something already; pass another folder")
+    check_empty(out)
     cast = {
         name: tensor.detach().cpu().to(dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in tensors.items()
@@ -242,10 +257,6 @@ def _refuse_variants(drafter: Eagle3, to: str) -> None:
             )
 
 
-def _kind(drafter: Drafter) -> str:
-    return type(drafter).__name__
-
-
 # ---- script ------------------------------------------------------------------------------------
 
 
@@ -260,16 +271,27 @@ def run(settings: Export) -> None:
             f"drafter {settings.drafter!r} drafts for a verifier that was trained with it, for "
             "which no layout has a place; merge its adapter and train heads for the result"
         )
+    out, dtype = Path(settings.out), getattr(torch, settings.dtype)
+    check_empty(out)
+    # to write a MiMo the verifier is copied from its files, and in memory only looked at
+    loaded = "bfloat16" if settings.to == "mimo" else "float32"
     verifier, drafter = load_pair(
-        settings.verifier, settings.drafter, "float32", "cpu", settings.allow_verifier
+        settings.verifier, settings.drafter, loaded, "cpu", settings.allow_verifier
     )
+    if settings.to == "mimo":
+        check_kind(drafter, settings.to)
+        count = mimo_folder.write(drafter, out, dtype)
+        config = {"method": "mtp", "num_speculative_tokens": settings.num_speculative_tokens}
+        print(f"wrote {out}: verifier and module in {count} files, and config.json")
+        print(f"Serve it:\n    vllm serve {out} --speculative-config '{json.dumps(config)}'")
+        return
     name = verifier.name
     if name.startswith("embedded/"):
         name = str(embedded.folder(name))
     elif Path(name).is_dir():
         name = str(Path(name).resolve())  # a server may run anywhere
     found = converted(drafter, settings.to, name, settings.num_speculative_tokens)
-    write(*found, Path(settings.out), getattr(torch, settings.dtype))
+    write(*found, out, dtype)
     print(f"wrote {settings.out}: {len(found[1])} tensors in {found[2]}, and config.json")
     if settings.to == "speculators":
         print(f"Serve it:\n    vllm serve {settings.out}")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.models import imports
+from headstart.models import imports, mtp_native
 from headstart.models.draft_lm import DraftLM, DraftLMConfig, load_lm, parse_cut
 from headstart.models.drafter import Drafter, TrainableDrafter, made_for
 from headstart.models.eagle1 import Eagle1
@@ -21,6 +21,7 @@ from headstart.models.lookup import (
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
 from headstart.models.mtp import MTP
+from headstart.models.mtp_layouts import MTPConfig
 from headstart.models.verifier import Verifier
 from headstart.script import named, options
 
@@ -90,7 +91,8 @@ def is_checkpoint(name: str) -> bool:
 def load_pair(
     verifier: str | None, drafter: str, dtype: str, device: str, allow_verifier: bool = False
 ) -> tuple[Verifier, Drafter]:
-    """A drafter, ready to draft, and its verifier: the one it was trained for when not given.
+    """A drafter, ready to draft, and its verifier: the one it was trained for when not given. A
+    verifier's folder with MTP modules in it is both.
 
     Raises:
         ValueError: either cannot be loaded, they do not belong together, or a drafter that was
@@ -101,6 +103,9 @@ def load_pair(
         name = read_config(drafter)["headstart"]["verifier"]
         together = Path(drafter) / VERIFIER
         name = str(together) if together.is_dir() else name
+    if verifier in (None, drafter) and mtp_native.holds_modules(drafter):
+        own = Verifier.load(drafter, dtype, device)
+        return own, mtp_native.create(own, MTPConfig(), LossConfig()).eval()
     if name is None:
         raise ValueError(
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "

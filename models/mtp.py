@@ -39,7 +39,7 @@ from headstart.models.drafter import (
 )
 from headstart.models.growth import Nodes, grow
 from headstart.models.losses import LossConfig
-from headstart.models.mtp_layouts import MTPConfig, Wiring
+from headstart.models.mtp_layouts import LAYOUTS, MTPConfig, Wiring
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
@@ -152,9 +152,18 @@ class MTP(TrainableDrafter):
                 f"Not servable in vLLM, which would use the first of its {len(self.blocks)} "
                 "modules for every draft; headstart's own decoding loop runs each."
             )
+        if self.wiring != LAYOUTS["mimo"]:
+            return (
+                "No engine loads this folder: vLLM reads an MTP module from its verifier's own, "
+                "which `mode: native` of train/mtp.py writes, and for a grafted module with "
+                "drafter.layout mimo models/export.py. headstart's own decoding loop loads it."
+            )
         return (
-            "No engine loads this folder: vLLM reads an MTP module from its verifier's own, which "
-            "`mode: native` of train/mtp.py writes. headstart's own decoding loop loads it."
+            "vLLM reads an MTP module from its verifier's own folder. Where `mode: native` of "
+            "train/mtp.py has not written one, write this module and its verifier as one model:\n\n"
+            "    python models/export.py THIS-FOLDER --to mimo --out FOLDER\n"
+            "    vllm serve FOLDER --speculative-config "
+            '\'{"method": "mtp", "num_speculative_tokens": 2}\''
         )
 
     # ---- one step ----------------------------------------------------------------------------

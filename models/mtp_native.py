@@ -23,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.utils import cached_file
 
+from headstart.models import outline
 from headstart.models.losses import LossConfig
 from headstart.models.mtp import MTP
 from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.outline import first_line, locate
+from headstart.models.outline import first_line
 from headstart.models.verifier import Verifier
 
 _DEEPSEEK = {
@@ -80,9 +80,7 @@ def find(verifier: str) -> Native:
     Raises:
         ValueError: there are none, or they are not of a kind that can be trained.
     """
-    folder = Path(locate(verifier))
-    if not folder.is_dir():
-        folder = Path(cached_file(verifier, "config.json")).parent
+    folder = outline.folder(verifier)
     config = AutoConfig.from_pretrained(folder).get_text_config()
     num_layers, model_type = config.num_hidden_layers, config.model_type
     places, files, layouts = {}, {}, set()
@@ -119,6 +117,14 @@ def find(verifier: str) -> Native:
     return Native(folder, layout, len(numbers), places, files)
 
 
+def holds_modules(name: str) -> bool:
+    """Whether this is a folder on this machine of a verifier with modules that can be read."""
+    try:
+        return Path(name).is_dir() and find(name).num_modules > 0
+    except (OSError, ValueError):  # no modules, or no model
+        return False
+
+
 def _placed(name: str, num_layers: int, model_type: str) -> tuple[str, Place] | None:
     """Layout and place of a tensor; None where it is not of an MTP module."""
     number, rest = 0, ""
@@ -147,6 +153,15 @@ def _in_layer(number: int, rest: str) -> Place:
     if expert[3] == "down":
         return Place(f"{prefix}{expert[1]}down_proj", int(expert[2]))
     return Place(f"{prefix}{expert[1]}gate_up_proj", int(expert[2]), int(expert[3] == "up"))
+
+
+def mimo_name(name: str) -> str:
+    """Of our tensor, of a dense layer, in MiMo's layout."""
+    _, number, rest = name.split(".", 2)
+    stem, _, suffix = rest.rpartition(".")
+    theirs = {ours: their for their, ours in _NAMES["mimo"].items()}
+    rest = f"{theirs[stem]}.{suffix}" if stem in theirs else rest.removeprefix("layer.")
+    return f"model.mtp_layers.{number}.{rest}"
 
 
 def part(tensors: dict[str, Tensor], place: Place) -> Tensor:

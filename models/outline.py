@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import cached_file
 
 from headstart.models import embedded, mimo
 
@@ -48,6 +49,16 @@ def locate(name: str) -> str | Path:
         what = "a file, not a folder" if Path(name).exists() else "no such folder"
         raise ValueError(f"verifier {name!r}: {what}. {NAMES}")
     return embedded.folder(name) if name.startswith("embedded/") else name
+
+
+def folder(name: str) -> Path:
+    """The folder on this machine that holds the files of the model of this name.
+
+    Raises:
+        ValueError: no such folder.
+    """
+    path = Path(locate(name))
+    return path if path.is_dir() else Path(cached_file(name, "config.json")).parent
 
 
 def not_loaded(name: str, error: Exception) -> ValueError:

@@ -22,6 +22,7 @@ from headstart.eval.engine_server import (
     speculative_config,
     verifier_of,
 )
+from headstart.models import export
 from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.eagle1 import Eagle1, Eagle1Config
@@ -29,6 +30,9 @@ from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.models.mtp import MTP
+from headstart.models.mtp_layouts import MTPConfig
+from headstart.models.verifier import Verifier
 
 VERIFIER = tiny.verifier()
 LOSS, ONES = LossConfig(num_steps=3), torch.ones(64)
@@ -102,6 +106,19 @@ def test_another_programs_drafter_that_would_not_work_is_refused(tmp_path):
     sglang = foreign(MAKERS["eagle3"](), tmp_path / "sglang", layer_ids_of="sglang")
     refused(sglang, 2, "written for SGLang")
     refused(foreign(medusa(), tmp_path / "medusa"), 4, "draft_length is 4, but .* has 3 heads")
+
+
+def test_a_verifier_with_an_mtp_module_drafts_for_itself(tmp_path):
+    verifier = Verifier.load(tiny.save(VERIFIER, tmp_path / "verifier"))
+    module = saved(MTP.create(verifier, MTPConfig(), LOSS), tmp_path / "module")
+    refused(module, 3, f"models/export.py {module} --to mimo")
+    folder = str(tmp_path / "both")
+    export.run(export.Export(module, "mimo", folder))
+    assert speculative_config(folder, 3) == {"method": "mtp", "num_speculative_tokens": 3}
+    assert loader_arguments(folder) == []
+    assert verifier_of(None, folder) == verifier_of(folder, folder) == folder
+    with pytest.raises(ValueError, match="module of its own, which drafts for no other"):
+        verifier_of("other/model", folder)
 
 
 def refused(drafter: str, draft_length: int, said: str) -> None:

@@ -80,6 +80,13 @@ def decoded(
         for name, value in batched(loader_arguments(drafter)):
             given[name.removeprefix("--").replace("-", "_")] = json.loads(value)
         engines.append(engines[0] | given)
+    return answered(folder, engines, prompts)
+
+
+def answered(
+    folder: Path, engines: list[dict[str, Any]], prompts: list[list[int]]
+) -> list[list[dict[str, Any]]]:
+    """What each engine did, of each prompt."""
     job = {"engines": engines, "prompts": prompts, "max_tokens": LENGTH}
     (folder / "job.json").write_text(json.dumps(job))
     program = ENGINE / "bin" / "python"

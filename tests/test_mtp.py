@@ -333,9 +333,11 @@ def test_modules_of_any_family_are_trained_saved_and_draft(family, tmp_path):
 
 def test_a_model_card_says_whether_an_engine_could_run_the_modules():
     state = {"step": 1, "tokens": 2, "validation": None}
-    cards = [model_card({"verifier": "x"}, state, make(n)) for n in (1, 3)]
-    assert "vllm serve" not in "".join(cards)
-    assert "`mode: native`" in cards[0] and "Not servable in vLLM" in cards[1]
+    drafters = make(), make(3), make(layout="qwen3_next")
+    served, several, other = (model_card({"verifier": "x"}, state, drafter) for drafter in drafters)
+    assert "models/export.py THIS-FOLDER --to mimo" in served and '"method": "mtp"' in served
+    assert "vllm serve" not in several and "Not servable in vLLM" in several
+    assert "vllm serve" not in other and "`mode: native`" in other
 
 
 def test_a_verifier_of_another_shape_is_refused(tmp_path):

@@ -14,7 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 from headstart.eval.speculate import generate
 from headstart.models import mtp_native
-from headstart.models.drafter import Drafting
+from headstart.models.drafter import Drafting, fingerprint
+from headstart.models.loading import load_pair
 from headstart.models.losses import LossConfig
 from headstart.models.mtp import MTP
 from headstart.models.mtp_layouts import LAYOUTS, MTPConfig
@@ -200,6 +201,19 @@ def test_the_module_computes_what_transformers_does(tmp_path, layout):
     }  # fmt: skip
     (got,) = drafter.unroll(batch, 1)
     torch.testing.assert_close(got[:, :-1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_folder_with_modules_is_verifier_and_drafter(tmp_path):
+    write(tmp_path / "both", "glm4_moe")
+    folder = str(tmp_path / "both")
+    _, expected = opened(tmp_path / "both")
+    for given in (None, folder):
+        verifier, drafter = load_pair(given, folder, "float32", "cpu")
+        assert verifier.name == folder and not drafter.training
+        assert fingerprint(drafter) == fingerprint(expected)
+    plain = tiny.save(tiny.verifier(), tmp_path / "plain")
+    for name in (plain, str(tmp_path), "some/model", "prompt-lookup"):
+        assert not mtp_native.holds_modules(name)
 
 
 def test_a_verifier_without_modules_is_refused(tmp_path):
