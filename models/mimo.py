@@ -3,7 +3,13 @@
 Known here, its folders load without the code that they bring along.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 
 class MiMoConfig(Qwen2Config):
@@ -23,3 +29,10 @@ def register() -> None:
     """Make the auto classes of transformers load it."""
     AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
+
+
+def class_for(config: PretrainedConfig) -> type:
+    """What loads a causal language model. A MiMo's config may call itself a Qwen2 for engines whose
+    transformers knows no MiMo; as such, its module would be reported as unexpected."""
+    named = MiMoForCausalLM.__name__ in (config.architectures or [])
+    return MiMoForCausalLM if named else AutoModelForCausalLM

@@ -57,30 +57,31 @@ def check(drafter: MTP) -> None:
 
 
 def _check_verifier(verifier: Verifier) -> None:
+    reason = _hindrance(verifier)
+    if reason is not None:
+        raise ValueError(
+            f"to: mimo: verifier {verifier.name!r} has no form as a MiMo: {reason}; train EAGLE-3 "
+            "for it (train/eagle3.py), which vLLM serves beside any verifier"
+        )
+
+
+def _hindrance(verifier: Verifier) -> str | None:
+    """What a MiMo cannot have, or its layer is not."""
     config = verifier.config
+    if config.model_type not in _FAMILIES:
+        return f"it is of the family {config.model_type}, not {', '.join(_FAMILIES)}"
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     reasons = {
-        f"it is of the family {config.model_type}, not {', '.join(_FAMILIES)}": (
-            config.model_type not in _FAMILIES
-        ),
         "its weights are quantised": hasattr(verifier.model.config, "quantization_config"),
-        f"its heads are {_head_dim(config)} wide, not hidden size / heads": (
-            _head_dim(config) * config.num_attention_heads != config.hidden_size
+        f"its heads are {width} wide, not hidden size / heads": (
+            width * config.num_attention_heads != config.hidden_size
         ),
         "its attention has a sliding window": getattr(config, "sliding_window", None) is not None,
         "its attention has a bias on the output": getattr(config, "attention_bias", False),
         "its MLP has biases": getattr(config, "mlp_bias", False),
         f"its activation is {config.hidden_act}, not silu": config.hidden_act != "silu",
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"to: mimo: verifier {verifier.name!r} has no form as a MiMo: {reason}; train "
-                "EAGLE-3 for it (train/eagle3.py), which vLLM serves beside any verifier"
-            )
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -10,11 +10,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from headstart.models.cache import RaggedCache
 from headstart.models.decoder import Decoder, States
+from headstart.models.mimo import class_for
 from headstart.models.outline import context_length, first_line, locate, not_loaded
 
 # What the weights do not show. Not the whole config: a new release of transformers adds fields.
@@ -65,7 +66,7 @@ class Verifier(Decoder):
         try:
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = class_for(config).from_pretrained(
                 path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

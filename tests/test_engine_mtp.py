@@ -1,5 +1,5 @@
-"""A grafted MTP module in a real vLLM process, served as a MiMo: the text is the verifier's own, and as
-many drafts are accepted at each position as by our chain loop with the graft.
+"""A grafted MTP module in a real vLLM process, served as a MiMo: the text is the verifier's, and
+as many drafts are accepted at each position as by our chain loop with the graft.
 
 Needs the engine's environment (`make engine`). One graft is trained for each verifier, on the spot.
 """

@@ -71,6 +71,14 @@ def native(folder: Path) -> tuple[Verifier, MTP]:
     return verifier, mtp_native.create(verifier, MTPConfig(), LOSS).eval()
 
 
+def test_no_report_of_unexpected_tensors_when_it_is_loaded(tmp_path, caplog):
+    graft(saved(tmp_path / "verifier"), tmp_path / "drafter")
+    exported(tmp_path / "drafter", tmp_path / "out")
+    caplog.clear()
+    verifier = Verifier.load(str(tmp_path / "out"))
+    assert not caplog.text and verifier.config.model_type == "qwen2"
+
+
 @pytest.mark.parametrize("name, shard", [*((n, "1GB") for n in VERIFIERS), ("qwen2", "40KB")])
 @torch.no_grad()
 def test_the_folder_is_the_same_verifier_and_module(name, shard, tmp_path):
