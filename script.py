@@ -2,13 +2,14 @@
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -89,7 +90,8 @@ def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
     """The settings that a command line asks for.
 
     Raises:
-        ValueError: an unknown key, a value of the wrong kind, no such file; named in one line.
+        ValueError: an unknown key, a value of the wrong kind, no such file, a file that is no text,
+            a value that is empty or no number; named in one line.
     """
     words = arguments(argv)
     other = _other_script(settings_class, words)
@@ -104,6 +106,10 @@ def parse(settings_class: type[Settings], argv: list[str]) -> Settings:
     except (argparse.ArgumentError, TypeError) as error:
         message = _explained(_one_line(error), settings_class, words)
         raise ValueError(f"{message}; {other}" if other else message) from error
+    except UnicodeDecodeError as error:
+        files = ", ".join(_config_files(words)) or "a file of settings"
+        raise ValueError(f"{files}: not UTF-8 text ({error.reason}); pass a YAML file") from error
+    _refuse_nothing(settings)
     if other:
         warnings.warn(other, stacklevel=2)
     return settings
@@ -157,6 +163,21 @@ def options(text: str, config_class: type[Settings]) -> Settings:
     return config_class(**values)
 
 
+def _refuse_nothing(value: Any, name: str = "") -> None:
+    """Raise a ValueError for an empty text, which as a path would be the working directory, and for
+    a number that is none and so passes every comparison."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(f"{name} is empty; give it a value, or leave it out")
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{name} must be a number, got nan")
+    if is_dataclass(value):
+        for field in fields(value):
+            _refuse_nothing(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _refuse_nothing(item, f"{name}[{number}]")
+
+
 def _warning_line(message: Warning | str, *_: Any, **__: Any) -> str:
     return f"warning: {' '.join(str(message).split())}\n"
 
@@ -172,21 +193,18 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
     """The parser's complaint in plain words: which file, which field, and the way out."""
     message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message).removesuffix(".")
     message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
-    message = re.sub(  # of a setting that may also be null
-        r"Does not validate against any of the Union subtypes Subtypes: \[.+?, NoneType\] Errors: "
-        r"- (.+?) - Expected a NoneType Given value type: \w+ Given value: ",
-        r"\1. Got value: ",
-        message,
-    )
     message = re.sub(
         r": - Expected a path but .* either not accessible or invalid - ", ": ", message
     )
-    message = re.sub(r"Problem with given class_path '[\w.]+': ", "", message)  # of a list's item
+    message = re.sub(r"Problem with given class_path '[\w.]+': ", "", message)
+    message = _of_union(message)
+    message = re.sub(r"^Unexpected config:.*", "Expected lines of name: value", message)
     item = re.match(
         r"([\w.]+): Not a valid subclass of \w+\. (Got value: .*) Subclass types", message
-    )
+    ) or re.match(r"([\w.]+): Unable to load (config '.*?') - ", message)
     if item:
-        message = f"{item[1]}: Expected one setting or more. {item[2]}"
+        value = re.sub(r"^config '(.*)'$", r"Got value: \1", item[2])
+        message = f"{item[1]}: Expected one setting or more. {value}"
     group = re.match(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.match(r"(?:unrecognized arguments:|Option) (?:--|')?([\w.]+)", message)
     field = re.match(r"([\w.]+):", message)
@@ -194,12 +212,39 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
     within = group or nested
     unknown = f"{within[1]}.{within[2]}" if within else other[1] if other else ""
     unknown = f"{item[1]}." if item else unknown
-    hint = _hint(unknown, _field_names(settings_class))
+    if re.match(r"unrecognized arguments: (?!--)", message):
+        return f"{message}; a setting is given as --name value, a value with spaces in quotes"
+    names = _field_names(settings_class)
+    series = re.match(r"([\w.]+): Expected a (?:list|tuple)\. Got value: (.+)", message)
+    settings = series and any(name.startswith(f"{series[1]}.") for name in names)
+    if series and not settings:
+        items = ", ".join(re.split(r"[,\s]+", series[2].strip("()")))
+        hint = f"write '[{items}]'"
+    else:
+        hint = _hint(f"{series[1]}." if series else unknown, names)
     given = field[1] if field else unknown
     files = _config_files(words)
     if files and not any(word.split("=")[0] == f"--{given}" for word in words):
         message = f"{', '.join(files)}: {message}"
     return f"{message}; {hint}"
+
+
+def _of_union(message: str) -> str:
+    """Of a setting that may also be null, only what is wrong with what was given."""
+    union = re.match(
+        r"([\w.]+): Does not validate against any of the Union subtypes "
+        r"Subtypes: \[.+?, NoneType\] Errors: - (?:(\w+): )?(.+?) - Expected a NoneType.*? "
+        r"Given value type: \S+(?: '[\w.]+'>)? Given value: (.*)",
+        message,
+    )
+    if not union:
+        return message
+    name, within, said, value = union.groups()
+    if said.startswith(("Expected a dot import path", "Not a valid subclass")):
+        return f"{name}: Not a valid subclass of it. Got value: {value} Subclass types"
+    name = f"{name}.{within}" if within else name
+    nested = "Got value: " in said or said.startswith("Option ")
+    return f"{name}: {said}" if nested else f"{name}: {said}. Got value: {value}"
 
 
 def _hint(unknown: str, names: list[str]) -> str:
@@ -237,8 +282,9 @@ def _other_script(settings_class: type, words: list[str]) -> str | None:
 def _field_names(settings_class: type, prefix: str = "") -> list[str]:
     names = []
     for name, field in getattr(settings_class, "__dataclass_fields__", {}).items():
+        names.append(prefix + name)
         for kind in (field.type, *get_args(field.type)):  # list[Settings] has settings too
-            names += [prefix + name, *_field_names(kind, f"{prefix}{name}.")]
+            names += _field_names(kind, f"{prefix}{name}.")
     return names
 
 

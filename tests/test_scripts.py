@@ -46,6 +46,7 @@ class Recipe:
     layers: list[int] | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
     others: list[Optimizer] = field(default_factory=list)
+    second: Optimizer | None = None
 
 
 def yaml_file(folder: Path, text: str) -> str:
@@ -76,6 +77,11 @@ def test_overrides_come_after_the_file(recipe: str) -> None:
         ("num_steps: 3", "required: out"),
         ("out: [", "recipe.yaml: Problems parsing config"),
         ("out: x\noptimizer:\n  learning_rate: -1", "learning_rate must be 0 or more, got -1"),
+        ("out: x\noptimizer:\n  learning_rate: .nan", "^optimizer.learning_rate must be a number"),
+        ("out: ''", "^out is empty; give it a value"),
+        ("", "recipe.yaml: Expected lines of name: value;"),
+        ("- out", "recipe.yaml: Expected lines of name: value;"),
+        ("out: x\nsecond: 3", "recipe.yaml: second: Expected one setting or more. Got value: 3;"),
     ],
 )
 def test_fault_in_a_recipe_is_one_line_that_names_it(tmp_path: Path, text: str, said: str) -> None:
@@ -90,12 +96,32 @@ def test_fault_in_a_recipe_is_one_line_that_names_it(tmp_path: Path, text: str, 
         (["--numsteps", "3"], "arguments: --numsteps 3; did you mean 'num_steps'"),
         (["--optimizer.learning", "3"], "did you mean 'optimizer.learning_rate'"),
         (["--num_steps", "x"], "^num_steps: Expected a int. Got value: x"),
-        (["--layers", "one"], "^layers: Expected a list. Got value: one; --help lists"),
+        (["--layers", "one"], r"^layers: Expected a list. Got value: one; write '\[one\]'$"),
+        (["--layers", "1,2"], r"^layers: Expected a list. Got value: 1,2; write '\[1, 2\]'$"),
         (["--learning_rate", "3"], "did you mean 'optimizer.learning_rate'"),
         (["--optimiser.learning_rate", "3"], "did you mean 'optimizer.learning_rate'"),
         (["--optimizer.lr", "3"], "did you mean 'optimizer.learning_rate'"),
         (["--num_heads", "3"], "did you mean 'num_steps'"),
-        (["stray"], "arguments: stray"),
+        (["stray"], "^unrecognized arguments: stray; a setting is given as --name value"),
+        (["--out", ""], "^out is empty; give it a value, or leave it out$"),
+        (
+            ["--others", "[{learning_rate: 1}, {learning_rate: .nan}]"],
+            r"^others\[1\].learning_rate must be a number",
+        ),
+        (
+            ["--optimizer", "3"],
+            "^optimizer: Expected one .* Got value: 3; optimizer has learning_ra",
+        ),
+        (["--others", "a"], "^others: Expected .* Got value: a; others has learning_rate$"),
+        (
+            ["--second", "true"],
+            "^second: Expected one .* Got value: true; second has learning_rate$",
+        ),
+        (["--second.zzz", "1"], "second: Option 'zzz' is not accepted; second has learning_rate$"),
+        (
+            ["--second.learning_rate", "nan"],
+            "second.learning_rate: Expected a float. Got value: nan;",
+        ),
         (
             ["--others", "[{lerning_rate: 1}]"],
             "^others: Option 'lerning_rate' is not accepted; did you mean 'others.learning_rate'",
@@ -109,6 +135,17 @@ def test_fault_on_the_command_line_is_one_line(recipe: str, words: list[str], sa
     with pytest.raises(ValueError, match=said) as caught:
         parse(Recipe, ["--config", recipe, *words])
     assert "\n" not in str(caught.value)
+
+
+def test_a_hint_names_each_setting_once() -> None:
+    names = script._field_names(Recipe)
+    assert len(names) == len(set(names)) and "second.learning_rate" in names
+
+
+def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"weights\.bin: not UTF-8 text"):
+        parse(Recipe, ["--config", str(tmp_path / "weights.bin")])
 
 
 def test_missing_recipe_is_named() -> None:
