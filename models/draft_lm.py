@@ -19,12 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.models import imports
 from headstart.models.cache import HOLE, RaggedCache
 from headstart.models.drafter import (
     Batch,
     Drafting,
     Proposal,
     TrainableDrafter,
+    check_finite,
     check_shape,
     made_for,
 )
@@ -55,9 +57,24 @@ class DraftLMConfig:
         if self.init.startswith("layers:"):
             with named(f"drafter.init {self.init!r}"):
                 check_layers(parse_layers(self.init), verifier)
-        else:
-            with model_of_drafter("drafter.init", _OTHER_INIT):
-                Outline.read(self.init)
+            return
+        kind = drafter_in(self.init)
+        if kind not in (None, "draft_lm"):
+            raise ValueError(
+                f"drafter.init {self.init!r} is a drafter of type {kind}, not a language model; "
+                f"to train it on, use train/{kind}.py with --init_from. {_OTHER_INIT}"
+            )
+        with model_of_drafter("drafter.init", _OTHER_INIT):
+            Outline.read(self.init)
+
+
+def drafter_in(name: str) -> str | None:
+    """What kind of drafter lies in this folder, headstart's or another program's; None: none."""
+    try:
+        entry = json.loads((Path(name) / "config.json").read_text())["headstart"]
+        return str(entry["type"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return imports.kind_in(name)
 
 
 class State:
@@ -234,6 +251,7 @@ class DraftLM(TrainableDrafter):
         """
         check_shape(folder, config, verifier)
         drafter = cls(load_lm(str(folder), dtype, verifier), verifier, loss)
+        check_finite(folder, dict(drafter.model.named_parameters()))
         drafter.model.requires_grad_(True)
         return drafter
 

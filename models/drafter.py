@@ -13,6 +13,7 @@ import abc
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -232,8 +233,8 @@ def check_depth(max_depth: int | None, depth: int, field: str) -> None:
 def check_shape(folder: str | Path, config: dict[str, Any], verifier: Verifier | Outline) -> None:
     """Raise a ValueError for a drafter, saved with this config, of a verifier of another shape."""
     sizes = config | config["headstart"]
-    hidden_size = sizes.get("target_hidden_size", sizes["hidden_size"])
-    vocab_size = sizes.get("target_vocab_size", sizes["vocab_size"])
+    hidden_size = sizes.get("target_hidden_size", sizes.get("hidden_size"))
+    vocab_size = sizes.get("target_vocab_size", sizes.get("vocab_size"))
     if (hidden_size, vocab_size) != (verifier.hidden_size, verifier.vocab_size):
         raise ValueError(
             f"drafter {str(folder)!r} is for a verifier of hidden size {hidden_size} and "
@@ -271,7 +272,35 @@ def load_weights(drafter: TrainableDrafter, folder: Path, tensors: dict[str, Ten
     said = [f"{what} {some(names)}" for what, names in wrong.items() if names]
     if said:
         raise unreadable(folder, ", ".join(said))
+    check_finite(folder, tensors)
     drafter.load_state_dict(tensors)
+
+
+def check_finite(folder: str | Path, tensors: dict[str, Tensor]) -> None:
+    """Raise a ValueError for weights of which no training and no drafts come."""
+    wrong = {n for n, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()}
+    if wrong:
+        raise ValueError(
+            f"drafter {str(folder)!r}: not every number is finite in {some(wrong)}; use another "
+            "checkpoint"
+        )
+
+
+@contextmanager
+def explained(folder: str | Path) -> Iterator[None]:
+    """Whatever a library raises for a config.json that makes no drafter becomes a ValueError that
+    names the folder; one that speaks of the drafter already stays."""
+    try:
+        yield
+    except Exception as error:  # a damaged config fails in as many ways as it is used
+        if isinstance(error, ValueError) and str(error).startswith("drafter"):
+            raise
+        what = " ".join(str(error).split()) or type(error).__name__
+        what = f"no such key or value: {what}" if isinstance(error, KeyError) else what
+        raise ValueError(
+            f"drafter {str(folder)!r} cannot be made as its config.json says: {what}; use another "
+            "checkpoint"
+        ) from error
 
 
 def some(names: set[str]) -> str:

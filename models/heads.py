@@ -220,6 +220,10 @@ class HeadsDrafter(TrainableDrafter):
         wanted = config.get("truncated_vocab_size")
         if found != wanted:
             raise unreadable(folder, f"token_map has {found} ids, truncated_vocab_size is {wanted}")
+        if draft_ids is not None and not vocab.is_ascending(draft_ids, verifier.vocab_size):
+            raise unreadable(
+                folder, f"token_map holds no ascending ids below {verifier.vocab_size}"
+            )
         same_verifier = config["headstart"]["fingerprint"] == verifier.fingerprint()
         drafter = cls(cls.config_class(**config), verifier, loss, draft_ids)
         drafter.restore(folder, tensors, same_verifier)

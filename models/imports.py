@@ -16,8 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.models import layouts
-from headstart.models.drafter import TrainableDrafter, check_shape, made_for, unreadable
+from headstart.models import layouts, vocab
+from headstart.models.drafter import (
+    TrainableDrafter,
+    check_shape,
+    explained,
+    made_for,
+    unreadable,
+)
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.losses import LossConfig
@@ -60,7 +66,8 @@ def load(folder: str | Path, verifier: Verifier, loss: LossConfig) -> TrainableD
             missing, or a verifier of another shape.
     """
     kind, config, tensors = read(folder, verifier)
-    return CLASSES[kind].load(Path(folder), config, verifier, loss, tensors)
+    with explained(folder):
+        return CLASSES[kind].load(Path(folder), config, verifier, loss, tensors)
 
 
 def read(folder: str | Path, verifier: Verifier) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -114,14 +121,15 @@ def describe(
             f"{', '.join(CLASSES)}"
         )
     found, tensors = _read_config(folder), read_any(folder)
-    if kind == "medusa":
-        config, tensors = _medusa(folder, found, tensors, verifier)
-    elif kind == "eagle1":
-        tensors = {layouts.eagle1_name(name): tensor for name, tensor in tensors.items()}
-        config = _eagle1_config(folder, found, tensors)
-    else:
-        tensors = {layouts.eagle3_name(name): tensor for name, tensor in tensors.items()}
-        config = _eagle3_config(folder, found, tensors, verifier.num_layers)
+    with explained(folder):
+        if kind == "medusa":
+            config, tensors = _medusa(folder, found, tensors, verifier)
+        elif kind == "eagle1":
+            tensors = {layouts.eagle1_name(name): tensor for name, tensor in tensors.items()}
+            config = _eagle1_config(folder, found, tensors)
+        else:
+            tensors = {layouts.eagle3_name(name): tensor for name, tensor in tensors.items()}
+            config = _eagle3_config(folder, found, tensors, verifier.num_layers)
     return kind, config | {"headstart": {"type": kind}}, tensors
 
 
@@ -173,8 +181,7 @@ def check_tensors(
 
 def is_map(offsets: Tensor, vocab_size: int) -> bool:
     """Whether i + offsets[i] are ascending ids of the verifier's vocabulary."""
-    ids = offsets + torch.arange(len(offsets))
-    return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+    return vocab.is_ascending(offsets + torch.arange(len(offsets)), vocab_size)
 
 
 def members(offsets: Tensor, vocab_size: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from headstart.models import imports, mtp_native
 from headstart.models.draft_lm import DraftLM, DraftLMConfig, load_lm, parse_cut
-from headstart.models.drafter import Drafter, TrainableDrafter, made_for
+from headstart.models.drafter import Drafter, TrainableDrafter, explained, made_for
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
 from headstart.models.hydra_heads import HydraHeads
@@ -180,9 +180,10 @@ def load_checkpoint(
             f"knows {', '.join(CLASSES)}"
         )
     arguments = (Path(folder), config, verifier, LossConfig())
-    if entry["type"] == "draft_lm":
-        return DraftLM.load(*arguments, dtype)
-    drafter = CLASSES[entry["type"]].load(*arguments)
+    with explained(folder):
+        if entry["type"] == "draft_lm":
+            return DraftLM.load(*arguments, dtype)
+        drafter = CLASSES[entry["type"]].load(*arguments)
     # an adapter is its old verifier's; whoever trains on with one says so again
     kept = {key: value for key, value in entry.items() if key != "adapter"}
     drafter.config.headstart = kept | made_for(verifier, entry["type"])
@@ -193,7 +194,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The config of a drafter that headstart saved.
 
     Raises:
-        ValueError: no such drafter there.
+        ValueError: no such drafter there, or one whose headstart entry is damaged.
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -216,4 +217,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"drafter {str(folder)!r} is not a checkpoint of headstart: {found}; {hint}"
         ) from error
+    for key in ("type", "fingerprint", "verifier"):
+        if not isinstance(config["headstart"][key], str):
+            raise ValueError(
+                f"drafter {str(folder)!r}: config.json: headstart.{key} is "
+                f"{config['headstart'][key]!r}, not a text; use another checkpoint"
+            )
     return config

@@ -47,6 +47,13 @@ def check_size(size: int | None, verifier: Verifier | Outline) -> None:
         )
 
 
+def is_ascending(ids: Tensor, vocab_size: int) -> bool:
+    """Whether these are ids of the verifier, at least one, each greater than the one before."""
+    if not len(ids) or ids.is_floating_point():
+        return False
+    return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+
+
 def adapt(old_ids: Tensor, token_counts: Tensor, verifier: Verifier) -> Tensor:
     """A vocabulary of the size of `old_ids [V']` for other data: its ids, then the old ones."""
     was = torch.zeros(len(token_counts), dtype=torch.double)

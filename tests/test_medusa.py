@@ -309,7 +309,9 @@ def test_a_verifier_of_another_shape_is_refused_even_when_allowed(tmp_path, over
     check_another_shape_is_refused(make(draft_vocab_size=40), overrides, tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "heads", "map", "projection", "row", "width"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "cut", "heads", "map", "ids", "projection", "row", "width"]
+)
 def test_a_checkpoint_whose_weights_are_damaged_is_refused(damage, tmp_path):
     make(draft_vocab_size=40).save(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -324,6 +326,8 @@ def test_a_checkpoint_whose_weights_are_damaged_is_refused(damage, tmp_path):
     else:
         if damage == "map":
             del tensors["token_map"]
+        elif damage == "ids":
+            tensors["token_map"] -= 5
         elif damage == "projection":
             del tensors["lm_head.weight"]
         elif damage == "row":

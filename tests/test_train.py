@@ -364,6 +364,11 @@ def test_bad_input_is_named_before_the_verifier_is_loaded(
         ("draft_lm", {"drafter": DraftLMConfig("layers:0-8")}, "^drafter.init 'layers:0-8': .* 7 "),
         ("draft_lm", {"drafter": DraftLMConfig("./none")}, r"^drafter.init './none': no such .*Or"),
         (
+            "draft_lm",
+            {"drafter": DraftLMConfig("{f}/medusa")},
+            "^drafter.init .* is a drafter of type medusa, .* use train/medusa.py with --init_from",
+        ),
+        (
             "medusa",
             {"loss": LossConfig(num_steps=2)},
             "^training.draft_length is 4.* makes 2",
@@ -399,6 +404,8 @@ def test_a_start_that_does_not_fit_is_told_before_the_verifier_is_loaded(
     wrong = recipe(tmp_path, verifier, kind)
     for field, value in change.items():
         value = value.format(f=tmp_path) if isinstance(value, str) else value
+        if isinstance(value, DraftLMConfig):
+            value = DraftLMConfig(value.init.format(f=tmp_path))
         setattr(wrong, field, value)
     with pytest.raises(ValueError, match=message):
         run(wrong)
