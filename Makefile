@@ -1,6 +1,7 @@
 # What a fresh clone can do. Needs Python 3.10 or later; everything is installed into .venv.
 #
-#   make quickstart   train an EAGLE-3 drafter for the embedded verifier, print its acceptance report
+#   make quickstart   train an EAGLE-3 drafter for the embedded verifier, print its acceptance report;
+#                     again: goes on where it was stopped
 #   make test         everything but the slow tests
 #   make check        what CI checks beside the tests
 #   make engine       vLLM for CPUs in an environment of its own, .venv-engine; make test-engine tests it
@@ -38,11 +39,12 @@ export ENGINE_NAME
 .PHONY: quickstart smoke environment engine test test-slow test-engine style check wheel clean
 
 quickstart: environment
-	$(LAUNCH) train/eagle3.py --config $(RECIPE)
+	$(LAUNCH) train/eagle3.py --config $(RECIPE) --training.resume true
 	$(BIN)/python eval/acceptance.py $(ACCEPTANCE)
 
-# The quickstart's path on a tiny recipe, in seconds.
+# The quickstart's path on a tiny recipe, in seconds; each time anew.
 smoke: environment
+	rm -rf outputs/tiny-eagle3
 	$(OFFLINE) $(LAUNCH) train/eagle3.py --config recipes/eagle3/tiny.yaml
 	$(OFFLINE) $(BIN)/python eval/acceptance.py $(SMOKE_ACCEPTANCE)
 

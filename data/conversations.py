@@ -54,7 +54,9 @@ class Conversation:
         return row | {"messages": self.messages}
 
 
-def read(source: str, split: str = "train", limit: int | None = None) -> Iterator[Conversation]:
+def read(
+    source: str, split: str = "train", limit: int | None = None, spread: bool = False
+) -> Iterator[Conversation]:
     """Stream the conversations of `source`, at most `limit`.
 
     Args:
@@ -62,11 +64,18 @@ def read(source: str, split: str = "train", limit: int | None = None) -> Iterato
             Hub data set. A path is looked for below the working directory, then among headstart's
             own files.
         split: of a Hub data set.
+        spread: take the `limit` evenly over the whole source, which is then read to its end; else
+            the first.
 
     Raises:
         ValueError: no such source, or a row that cannot be read (named by file and line).
     """
-    yield from islice(_read_all(source, split), limit)
+    if not spread or limit is None:
+        yield from islice(_read_all(source, split), limit)
+        return
+    rows = list(_read_all(source, split))
+    count = min(limit, len(rows))
+    yield from (rows[i * len(rows) // count] for i in range(count))
 
 
 def resolve(path: str) -> Path | None:
@@ -109,7 +118,7 @@ def _read_file(file: Path) -> Iterator[Conversation]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8-sig"))  # some editors begin with a mark
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
             except json.JSONDecodeError as error:

@@ -226,6 +226,7 @@ def render_all(
     chat_template_kwargs: dict[str, Any] | None = None,
     limit: int | None = None,
     split: str = "train",
+    spread: bool = False,
 ) -> tuple[list[Row], Audit]:
     """All rows of a data set that have something to learn from, and the audit.
 
@@ -234,7 +235,7 @@ def render_all(
     """
     kept: list[Row] = []
     audit = Audit()
-    for conversation in conversations.read(source, split, limit):
+    for conversation in conversations.read(source, split, limit, spread):
         rows = render(conversation, tokenizer, terminator_ids, max_length, chat_template_kwargs)
         audit.add(rows)
         kept += [row for row in rows if not row.empty]

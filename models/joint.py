@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from headstart.models import losses
 from headstart.models.drafter import Batch, Loss, TrainableDrafter
 from headstart.models.losses import LossConfig
-from headstart.models.outline import first_line
+from headstart.models.outline import Outline, first_line
 from headstart.models.verifier import Verifier
 
 ADAPTER = "verifier_adapter"
@@ -54,6 +54,14 @@ class JointConfig:
                 raise ValueError(f"joint.{name} must be greater than 0, got {getattr(self, name)}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"joint.warmup must be in [0, 1), got {self.warmup}")
+
+    def check(self, verifier: Verifier | Outline) -> None:
+        """Raise a ValueError for factors that are larger than what they are added to."""
+        if self.rank > verifier.hidden_size:
+            raise ValueError(
+                f"joint.rank must be in 1 … {verifier.hidden_size} (the hidden size of "
+                f"{verifier.name}), got {self.rank}"
+            )
 
 
 class OwnPrediction:
@@ -86,6 +94,7 @@ class JointModel(nn.Module):
     def __init__(self, drafter: TrainableDrafter, config: JointConfig, adapter: Path | None = None):
         """Attach a new adapter to the drafter's verifier, or that of a checkpoint."""
         super().__init__()
+        config.check(drafter.verifier)
         peft = import_peft()
         self.drafter, self.joint = drafter, config
         verifier = drafter.verifier

@@ -1,6 +1,7 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -172,6 +173,21 @@ def test_all_rows_are_read_unless_limited(tmp_path):
     source = write(tmp_path / "many.jsonl", [hello(i) for i in range(250)])
     assert len(list(read(source))) == 250
     assert len(list(read(source, limit=7))) == 7
+
+
+def test_a_limit_may_be_spread_over_the_source(tmp_path):
+    source = write(tmp_path / "many.jsonl", [hello(i) for i in range(10)])
+    numbers = [int(c.id[1:]) for c in read(source, limit=4, spread=True)]
+    assert numbers == [0, 2, 5, 7]
+    assert len(list(read(source, limit=99, spread=True))) == 10
+    assert len(list(read(source, spread=True))) == 10
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    source = write(tmp_path / "plain.jsonl", [hello(0)])
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + Path(source).read_bytes())
+    assert [c.messages for c in read(str(marked))] == [c.messages for c in read(source)]
 
 
 def test_missing_sources_are_named(tmp_path):

@@ -31,7 +31,7 @@ def make(verifier: Verifier, **settings) -> JointModel:
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.normal_(0, 0.2)
-    return JointModel(drafter, JointConfig(rank=2, **settings))
+    return JointModel(drafter, JointConfig(**({"rank": 2} | settings)))
 
 
 def moved(verifier: Verifier, **settings) -> JointModel:
@@ -206,6 +206,11 @@ def test_settings_without_meaning_are_refused(field, value):
         JointConfig(**{field: value})
 
 
+def test_a_rank_beyond_the_hidden_size_is_refused():
+    with pytest.raises(ValueError, match=r"joint.rank must be in 1 … 32 .*tiny/llama.*, got 33"):
+        make(tiny.verifier(), rank=33)
+
+
 # ---- what moved --------------------------------------------------------------------------------
 
 
@@ -261,6 +266,7 @@ def test_a_drafter_to_start_from_leaves_the_adapter_of_its_old_verifier_behind(s
     folder, _ = saved
     start = str(folder / "drafter")
     counts = torch.ones(64)
-    drafter = initial_drafter(start, tiny.verifier(), LOSS, counts)
+    with pytest.warns(UserWarning, match="was trained with it, whose adapter is left behind"):
+        drafter = initial_drafter(start, tiny.verifier(), LOSS, counts)
     drafter.save(tmp_path / "again")
     load(str(tmp_path / "again"), tiny.verifier())

@@ -78,6 +78,17 @@ def test_smoke_measures_the_drafter_that_it_trains() -> None:
     assert "--drafter outputs/tiny-eagle3/best --out outputs/tiny-eagle3 " in smoke
 
 
+def test_what_a_fresh_clone_can_do_can_be_done_twice() -> None:
+    """A run does not write to a folder with checkpoints unless it resumes."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = {
+        target: re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+        for target in ("quickstart", "smoke")
+    }
+    assert "train/eagle3.py --config $(RECIPE) --training.resume true" in commands["quickstart"]
+    assert commands["smoke"].startswith("\trm -rf outputs/tiny-eagle3\n")
+
+
 @pytest.mark.parametrize("section", ["", "training"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_unknown_key_is_refused(recipe: Path, section: str, tmp_path: Path) -> None:

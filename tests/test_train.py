@@ -18,6 +18,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny_run import lines, losses
@@ -458,8 +459,30 @@ def test_a_run_is_resumed_by_its_own_script_alone(tmp_path: Path, verifier: str)
     run(settings)
     other = recipe(tmp_path, verifier, "medusa", resume=True, max_steps=5)
     other.drafter = MedusaConfig(**asdict(settings.drafter))
+    other.data.max_length = 48  # another data setting is the lesser difference
     with pytest.raises(ValueError, match=r"training.resume: .* of type hydra_heads, this script"):
         run(other)
+
+
+def test_a_resume_of_nothing_says_that_the_run_is_new(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    settings = recipe(tmp_path, verifier, resume=True, max_steps=1)
+    run(settings)
+    assert f"nothing to resume in {settings.training.output_dir}: a new run" in (
+        capsys.readouterr().out
+    )
+    run(settings)
+    assert ": a new run" not in capsys.readouterr().out
+
+
+def test_no_more_of_the_evaluation_is_rendered_than_replayed(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    config = recipe(tmp_path, verifier).data
+    data = prepare.render_data(config, Verifier.load(verifier), Accelerator(cpu=True))
+    assert [row.id for row in data.eval] == ["2-0", "2-1", "2-3"]  # evenly, of five
+    assert "eval.jsonl: 3 conversations, 3 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,13 @@ class Checkpoints:
         """Checkpoint folders, oldest first, broken ones too."""
         return sorted(self.folder.glob("step-*"))
 
-    def open(self, resume: bool) -> Saved | None:
+    def open(
+        self, resume: bool, check: Callable[[Path], object] = lambda folder: None
+    ) -> Saved | None:
         """The checkpoint to continue from, if any.
+
+        Args:
+            check: raises a ValueError for a folder that is not this run's, whatever its recipe.
 
         Raises:
             ValueError: there are checkpoints and `resume` is false, or all are broken, or the
@@ -86,6 +91,7 @@ class Checkpoints:
             raise ValueError(
                 f"no checkpoint in {self.folder} can be read; pass another --training.output_dir"
             )
+        check(newest.folder)
         check_same(newest, self.recipe)
         return newest
 

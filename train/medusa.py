@@ -13,6 +13,7 @@ from pathlib import Path
 from headstart.models.joint import ADAPTER, JointConfig, JointModel, import_peft
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
+from headstart.models.outline import Outline
 from headstart.script import run_script
 from headstart.train.recipe import CommonRecipe, train
 
@@ -36,13 +37,18 @@ def run(recipe: Recipe) -> None:
     def joint(drafter: Medusa, folder: Path | None) -> JointModel:
         return JointModel(drafter, recipe.joint, folder and folder / ADAPTER)
 
+    def check(verifier: Outline) -> None:
+        recipe.drafter.check(verifier)
+        if recipe.joint is not None:
+            recipe.joint.check(verifier)
+
     train(
         recipe,
         "medusa",
         lambda verifier, data: Medusa.create(
             verifier, recipe.drafter, recipe.loss, data.token_counts
         ),
-        check=recipe.drafter.check,
+        check=check,
         max_depth=recipe.loss.num_steps,
         joint=joint if recipe.joint is not None else None,
     )

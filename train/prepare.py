@@ -50,7 +50,7 @@ class DataConfig:
     limit: int | None = None
     """Train on the first so many conversations."""
     eval_limit: int | None = None
-    """Replay so many rows, evenly spread over the file."""
+    """Replay so many conversations, evenly spread over the file."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template; default: those recorded with the answers."""
     keep_states: bool = True
@@ -114,10 +114,7 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     eval_rows: list[Row] = []
     if config.eval is not None:
         with named("data.eval"):
-            eval_rows, audit = render_all(config.eval, *arguments)
-        if config.eval_limit is not None and config.eval_limit < len(eval_rows):
-            count = config.eval_limit
-            eval_rows = [eval_rows[i * len(eval_rows) // count] for i in range(count)]
+            eval_rows, audit = render_all(config.eval, *arguments, config.eval_limit, spread=True)
         accelerator.print(f"{config.eval}: {audit}; {len(eval_rows)} rows are replayed")
     return Data(train, eval_rows, count_tokens(train, verifier.vocab_size))
 
@@ -149,15 +146,27 @@ def check_checkpoint(
             return {}  # any causal language model
         else:
             config = read_config(folder)
+    refuse_other_kind(folder, config, kind, field)
+    with named(field):
+        check_shape(folder, config, verifier)
+    return config
+
+
+def check_kind(folder: str | Path, kind: str, field: str) -> None:
+    """Raise a ValueError for a checkpoint of another type than this script trains."""
+    with named(field):
+        config = read_config(folder)
+    refuse_other_kind(folder, config, kind, field)
+
+
+def refuse_other_kind(folder: str | Path, config: dict[str, Any], kind: str, field: str) -> None:
+    """Raise a ValueError for a config of another type than this script trains."""
     found = config["headstart"]["type"]
     if found != kind:
         raise ValueError(
             f"{field}: {folder} is a drafter of type {found}, this script trains {kind}; use "
             f"train/{found}.py"
         )
-    with named(field):
-        check_shape(folder, config, verifier)
-    return config
 
 
 def initial_drafter(
@@ -177,6 +186,12 @@ def initial_drafter(
         warnings.warn(
             f"init_from: {folder} was trained for {made['verifier']}, which is not this "
             f"{verifier.name}; its acceptance starts lower",
+            stacklevel=2,
+        )
+    if made is not None and "adapter" in made:
+        warnings.warn(
+            f"init_from: {folder} drafts for a verifier that was trained with it, whose adapter is "
+            f"left behind; its acceptance starts lower for {verifier.name} itself",
             stacklevel=2,
         )
     before = drafter.draft_ids

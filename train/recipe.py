@@ -88,7 +88,11 @@ def _train(
         recipe.tracking, training.output_dir, resolved, main=accelerator.is_main_process
     )
     checkpoints = Checkpoints(training.output_dir, training.keep_last, resolved)
-    resumed = checkpoints.open(training.resume)
+    resumed = checkpoints.open(
+        training.resume, lambda folder: prepare.check_kind(folder, kind, "training.resume")
+    )
+    if training.resume and resumed is None:
+        accelerator.print(f"nothing to resume in {training.output_dir}: a new run")
     # what can be told before minutes are spent on weights and data
     with accelerator.main_process_first():  # which fetches the embedded one
         outline = Outline.read(recipe.verifier)
