@@ -31,7 +31,7 @@ from headstart.data import conversations
 from headstart.data.answers import AnswerFile
 from headstart.data.conversations import Conversation
 from headstart.data.template import template_ids
-from headstart.models.sampling import RowRandom, Sampling, draw
+from headstart.models.sampling import RowRandom, Sampling, check_seed, draw
 from headstart.models.verifier import Verifier
 from headstart.script import named
 
@@ -294,6 +294,7 @@ def run(settings: Regenerate) -> None:
     if settings.prompts is None and settings.self_prompt < 1:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")
     Sampling(settings.temperature, settings.top_k, settings.top_p)
+    check_seed(settings.seed)
     prompts = read_prompts(settings)
     with AnswerFile.open(Path(settings.out), settings.prompts) as answers:
         write(settings, prompts, answers)
@@ -328,7 +329,7 @@ def write(settings: Regenerate, prompts: list[Conversation], answers: AnswerFile
             if todo:
                 answers.add(answer(verifier, todo, settings, bar, skipped))
             order += [c.id for c in batch]
-            bar.set_description(f"{len(answers)} conversations")
+            bar.set_description_str(f"{len(answers)} conversations")
     answers.finish(order)
     tokens = int(bar.n)
     facts = [

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.models.sampling import check_seed
 from headstart.script import run_script
 
 END = "<|endoftext|>"
@@ -49,6 +50,7 @@ class Sources:
     def __post_init__(self) -> None:
         if self.hidden_size < 32 or self.hidden_size % 32:
             raise ValueError(f"hidden_size must be a multiple of 32, got {self.hidden_size}")
+        check_seed(self.seed)
 
 
 def pieces(text: str, characters: int) -> Iterator[str]:

@@ -28,7 +28,7 @@ from headstart.eval.sweep import OFF, Cell, Measure, Trial, TrialFile, groups, m
 from headstart.eval.workload import Prompt, Workload, prompts
 from headstart.models import loading, trees
 from headstart.models.drafter import Drafter, check_depth
-from headstart.models.sampling import Sampling
+from headstart.models.sampling import Sampling, check_seed
 from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
 
@@ -86,6 +86,7 @@ class Benchmark:
         for name in ("least_trials", "requests_per_slot"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        check_seed(self.seed)
         if self.seconds < 0:
             raise ValueError(f"seconds must be 0 or more, got {self.seconds}")
         if self.drafting not in ("greedy", "sampled"):

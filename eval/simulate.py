@@ -28,7 +28,7 @@ from headstart.eval.speedup import (
     expected_tokens_per_verify,
     simulate_tail,
 )
-from headstart.models.sampling import draw
+from headstart.models.sampling import check_seed, draw
 from headstart.models.trees import tree_attention_mask
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -39,8 +39,11 @@ TREE = (-1, -1, 0, 0, 1, 2)
 TAIL_TOKENS = 10_000
 _CHUNK = 2**20  # numbers that a tensor of one chunk may have: 8 MB
 _SWEEP_VOCAB = 64  # only the laws' overlap matters to τ; more tokens would only take longer
-# the upper ends are beyond any use: a slip of the keyboard would fill memory
-_RANGES = {"vocab": (2, 1_000_000), "k": (1, 100), "c": (0, 1000), "verify_overhead": (0, 1000)}
+# the upper ends are beyond any use: a slip of the keyboard would fill memory, or take days
+_RANGES = {
+    "vocab": (2, 1_000_000), "k": (1, 100), "samples": (1, 1_000_000_000), "c": (0, 1000),
+    "verify_overhead": (0, 1000),
+}  # fmt: skip
 
 
 @dataclass
@@ -69,10 +72,7 @@ class Simulation:
                 raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha must be in (0, 1], got {self.alpha}")
-        if self.samples < 1:
-            raise ValueError(f"samples must be 1 or more, got {self.samples}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
+        check_seed(self.seed)
 
 
 # ---- rounds without a model ----------------------------------------------------------------------

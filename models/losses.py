@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstart.models.drafter import Batch, Loss, TrainableDrafter
 
 _ROWS = 64
+_MOST_STEPS = 100  # beyond any use: a slip of the keyboard would fill memory
 METRICS = ("loss", "accuracy", "outside_vocabulary")  # accuracy: the best draft is the token
 
 
@@ -47,8 +48,8 @@ class LossConfig:
     """Positions whose logits, of all steps, are held at once."""
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"loss.num_steps must be 1 or more, got {self.num_steps}")
+        if not 1 <= self.num_steps <= _MOST_STEPS:
+            raise ValueError(f"loss.num_steps must be in 1 … {_MOST_STEPS}, got {self.num_steps}")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"loss.gamma must be in (0, 1], got {self.gamma}")
         if not 0 < self.beta < 1:

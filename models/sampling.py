@@ -128,6 +128,12 @@ class RowRandom:
         self.generators = [self.generators[row] for row in rows]
 
 
+def check_seed(seed: int) -> None:
+    """Raise a ValueError for a number that no generator takes."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be in [0, 2^63), got {seed}")
+
+
 def mix(seed: int, row: int) -> int:
     """A well-spread 63-bit seed from two numbers (splitmix64's finaliser)."""
     z = (seed * 0x9E3779B97F4A7C15 + row * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)

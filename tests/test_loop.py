@@ -159,6 +159,8 @@ def test_bf16_trains_float32_weights(tmp_path: Path) -> None:
         ({"max_steps": 0}, "training.max_steps is 0"),
         ({"max_steps": 1, "accumulation": 0}, "training.accumulation is 0"),
         ({"max_steps": 1, "draft_length": 0}, "training.draft_length is 0"),
+        ({"max_steps": 1, "draft_length": 10**9}, "training.draft_length .* 4096 or less"),
+        ({"max_steps": 1, "seed": -1}, r"training.seed is -1; it must be in \[0, 2\^32\)"),
         ({"max_steps": 1, "learning_rate": -1.0}, "training.learning_rate is -1.0"),
         ({"max_steps": 1, "warmup": 3.0}, "training.warmup is 3.0"),
     ],

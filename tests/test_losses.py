@@ -299,7 +299,14 @@ def test_step_weights_sum_to_one_and_fall_by_gamma():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("num_steps", 0), ("gamma", 0.0), ("gamma", 1.5), ("chunk_positions", 0), ("beta", 1.0)],
+    [
+        ("num_steps", 0),
+        ("num_steps", 10**9),
+        ("gamma", 0.0),
+        ("gamma", 1.5),
+        ("chunk_positions", 0),
+        ("beta", 1.0),
+    ],
 )
 def test_settings_without_meaning_are_refused(field, value):
     with pytest.raises(ValueError, match=f"loss.{field} must be .* got {value}"):

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -203,7 +204,9 @@ def test_prompts_that_fill_the_context_are_counted_as_such(tmp_path, prompts, ca
 
 def test_the_progress_bar_is_quiet_where_nobody_watches(tmp_path, prompts, capsys):
     run(settings(tmp_path, prompts, max_new_tokens=40))
-    assert capsys.readouterr().err.count("\r") < 20
+    said = capsys.readouterr().err
+    assert said.count("\r") < 20
+    assert ": :" not in said and re.search(r"\d+ conversations: \d+ tokens", said)
 
 
 def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):

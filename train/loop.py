@@ -22,6 +22,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from headstart.models.drafter import Batch, TrainableDrafter, supervised
+from headstart.models.trees import MOST_NODES
 from headstart.train.checkpoint import (
     RUN_LENGTH,
     Checkpoints,
@@ -98,6 +99,12 @@ def check(settings: TrainingConfig) -> None:
             raise ValueError(
                 f"training.{name} is {getattr(settings, name)}; it must be greater than 0"
             )
+    if settings.draft_length > MOST_NODES:
+        raise ValueError(
+            f"training.draft_length is {settings.draft_length}; it must be {MOST_NODES} or less"
+        )
+    if not 0 <= settings.seed < 2**32:  # what NumPy's generator takes
+        raise ValueError(f"training.seed is {settings.seed}; it must be in [0, 2^32)")
     for name in ("learning_rate", "weight_decay", "validate_every", "save_every"):
         if getattr(settings, name) < 0:
             raise ValueError(
