@@ -31,7 +31,7 @@ from headstart.models.drafter import (
     fingerprint,
 )
 from headstart.models.loading import load_pair
-from headstart.models.sampling import Sampling
+from headstart.models.sampling import Sampling, check_seed
 from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
 from headstart.script import named
@@ -116,7 +116,7 @@ class Measurement:
     decode_prompts: int = 24
     """Prompts decoded for real, dealt evenly over the categories; 0: all."""
     speed_prompts: int = 12
-    """Of these, timed with and without drafts, interleaved, one at a time."""
+    """Of these, timed with and without drafts, interleaved, one at a time; 0: no timing."""
     speed_max_new_tokens: int = 32
     """Longest answer while timing."""
     speed_draft_lengths: tuple[int, ...] = (1, 2, 4)
@@ -138,9 +138,10 @@ class Measurement:
         for name in ("max_new_tokens", "speed_max_new_tokens", "max_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("decode_prompts", "speed_prompts"):
+        for name, nought in (("decode_prompts", "all"), ("speed_prompts", "no timing")):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 (all) or more, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be 0 ({nought}) or more, got {getattr(self, name)}")
+        check_seed(self.seed)
         if not self.runs:
             raise ValueError("runs must name at least one law to measure under")
         for number, one in enumerate(self.runs):
@@ -279,9 +280,9 @@ def measure_speed(
     """Entries of the report's `speed`, under the first run's law."""
     run = settings.runs[0]
     shapes = [*map(trees.chain, settings.speed_draft_lengths), *tree]
-    timed = pick(pick(rows, settings.decode_prompts), settings.speed_prompts)
-    if not shapes or not timed:
+    if not shapes or not settings.speed_prompts:
         return []
+    timed = pick(pick(rows, settings.decode_prompts), settings.speed_prompts)
     limit = settings.speed_max_new_tokens
     rules = (run.law, run.drafts, limit, 1, settings.seed, run.typical)
     trial.decode(verifier, drafter, timed[:1], [None, *shapes], *rules)  # warm up

@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
-from headstart.data import render
+from headstart.data import conversations, render
 from headstart.data.render import Row
+from headstart.data.template import template_ids
 from headstart.eval import report, trial
 from headstart.eval.trial import Decoded, prompt_of
 from headstart.models import trees
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.loading import load_pair
-from headstart.models.sampling import Sampling, mix
+from headstart.models.outline import first_line
+from headstart.models.sampling import Sampling, check_seed, mix
 from headstart.models.trees import Shape
 from headstart.models.verifier import Verifier
 from headstart.script import named
@@ -171,7 +174,7 @@ class Losslessness:
     allow_verifier: bool = False
     """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
     prompts: str = "data/smollm2/eval.jsonl"
-    """Conversations; what comes before their first answer is continued."""
+    """Conversations, answered or not; what comes before their first answer is continued."""
     num_prompts: int = 24
     """Decoded greedily, dealt evenly over the categories; 0: all."""
     draft_length: int = 4
@@ -210,6 +213,7 @@ class Losslessness:
         for name in ("num_prompts", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        check_seed(self.seed)
         trees.chain(self.draft_length)
         if self.tree is not None and trees.optimal_budget(self.tree) is not None:
             raise ValueError(
@@ -218,6 +222,34 @@ class Losslessness:
             )
         if self.tree is not None:
             trees.parse(self.tree)
+
+
+def read_prompts(verifier: Verifier, source: str, max_length: int) -> list[Row]:
+    """The rows of every conversation; of one without an answer its prompt, nothing supervised.
+
+    Raises:
+        ValueError: data that cannot be read, or nothing in it to continue.
+    """
+    rows, tokenizer = [], verifier.tokenizer
+    for one in conversations.read(source):
+        if one.messages and one.asked() == one.messages:
+            kwargs = one.chat_template_kwargs or {}
+            try:
+                ids = template_ids(tokenizer, one.messages, one.tools, kwargs)
+            except (TemplateError, TypeError) as error:
+                raise ValueError(
+                    f"row {one.id!r}: the chat template refuses it: {first_line(error)}"
+                ) from error
+            if len(ids) <= max_length:
+                rows.append(Row(ids, [0] * len(ids), one.id, one.category))
+        else:
+            made = render.render(one, tokenizer, verifier.terminator_ids, max_length)
+            rows += [row for row in made if not row.empty]
+    if not rows:
+        raise ValueError(
+            f"{source!r}: nothing to continue, no conversation within max_length = {max_length}"
+        )
+    return rows
 
 
 def greedy_part(
@@ -252,9 +284,7 @@ def run(settings: Losslessness) -> bool:
         settings.allow_verifier,
     )
     with named("prompts"):
-        rows, _ = render.render_all(
-            settings.prompts, verifier.tokenizer, verifier.terminator_ids, settings.max_length
-        )
+        rows = read_prompts(verifier, settings.prompts, settings.max_length)
     shapes: list[Shape] = [trees.chain(settings.draft_length)]
     if settings.tree is not None:
         shapes.append(trees.parse(settings.tree))

@@ -13,6 +13,8 @@ from typing import Any
 
 from headstart.eval.quality import Quality
 
+NO_SPEED = "Speed was not measured."
+_PAYS = 1.005  # a speedup that is written as 1.01 or more
 PACKAGES = ("headstart", "torch", "transformers", "datasets", "accelerate")
 
 
@@ -252,9 +254,11 @@ def best_line(speed: list[dict[str, Any]]) -> str:
     """The best setting, and where drafting pays."""
     best = max(speed, key=lambda s: s["measured"])
     line = f"Best: {speed_name(best)}{lossy(best)}, {best['measured']:.2f} × plain decoding"
+    if best["measured"] < _PAYS:
+        line += ", which does not pay"
     if len(best["categories"]) > 1:
-        pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v >= 1.005]
-        costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v < 1.005]
+        pays = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v >= _PAYS]
+        costs = [f"{name} {v:.2f}" for name, v in best["categories"].items() if v < _PAYS]
         line += f"; pays on {', '.join(pays) or 'none'}; does not on {', '.join(costs) or 'none'}"
     return line + "."
 
@@ -278,7 +282,9 @@ def print_law(entries: list[dict[str, Any]]) -> None:
 
 
 def print_speed(speed: list[dict[str, Any]]) -> None:
-    if speed:
+    if not speed:
+        print(f"\n{NO_SPEED}", flush=True)
+    else:
         print(f"\n{speed_title(speed)}, same loop with and without drafts, interleaved\n\n"
               f"{speed_table(speed)}\n\n{best_line(speed)}", flush=True)  # fmt: skip
 
@@ -297,6 +303,8 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
     if result["speed"]:
         title = f"## {speed_title(result['speed'])}"
         parts += [title, speed_table(result["speed"]), best_line(result["speed"])]
+    else:
+        parts += ["## Speed", NO_SPEED]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     parts += [
         "## Where this comes from",

@@ -42,8 +42,9 @@ class Decoded:
 
 
 def prompt_of(row: Row) -> list[int]:
-    """The ids before the first answer of a row."""
-    return row.input_ids[: next(i for i, turn in enumerate(row.loss_mask) if turn)]
+    """The ids before the first answer of a row; all of them where there is none."""
+    first = next((i for i, turn in enumerate(row.loss_mask) if turn), len(row.loss_mask))
+    return row.input_ids[:first]
 
 
 def pick(rows: list[Row], count: int) -> list[Row]:

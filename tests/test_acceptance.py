@@ -18,6 +18,7 @@ from headstart.eval.acceptance import Acceptance, RunSettings
 from headstart.eval.trial import pick
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.joint import JointConfig, JointModel
+from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.verifier import Verifier
@@ -166,6 +167,15 @@ def test_without_speed_and_at_temperature_one_alone(workplace, tmp_path):
     acceptance.run(run_settings(workplace, **changes))
     result = json.loads((tmp_path / "report.json").read_text())
     assert result["speed"] == []
+    assert report.NO_SPEED in (tmp_path / "report.md").read_text()
+    changes |= {"speed_draft_lengths": (1,), "speed_prompts": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "measure_run", lambda *_: [])
+        patch.setattr(report, "print_law", lambda _: None)
+        verifier = Verifier.load(str(workplace / "verifier"))
+        drafter = load_checkpoint(workplace / "drafter", verifier)
+        settings = run_settings(workplace, **changes)
+        assert acceptance.measure(settings, verifier, drafter)["speed"] == []
     assert (tmp_path / "acceptance.png").exists()
 
 
@@ -375,6 +385,8 @@ BAD = {
     ),
     "longer than the context": (["--max_new_tokens=95"], "that is more than the context"),
     "unknown key": (["--draft_lenght=3"], "draft_length"),
+    "no seed": (["--seed=-1"], "error: seed must be in [0, 2^63), got -1"),
+    "empty drafter": (["--drafter="], "error: drafter is empty; give it a value"),
     "no runs": (["--runs=[]"], "runs must name at least one law"),
     "unknown dtype": (["--dtype=float8"], "dtype 'float8'"),
     "unknown tree": (["--tree=bush"], "error: tree 'bush': not known"),
@@ -518,6 +530,14 @@ def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path
     assert taken.read_text() == "a file"
     with pytest.raises(ValueError, match=r"the report cannot be written .* make room"):
         report.write({"schema": 1}, taken / "below")
+
+
+def test_the_best_of_speeds_that_do_not_pay_says_so():
+    entry = {"shape": "chain", "draft_length": 1, "acceptance": "exact", "categories": {"chat": 1}}
+    assert report.best_line([entry | {"measured": 0.86}]) == (
+        "Best: K = 1, 0.86 × plain decoding, which does not pay."
+    )
+    assert report.best_line([entry | {"measured": 1.2}]) == "Best: K = 1, 1.20 × plain decoding."
 
 
 def test_one_timed_prompt_has_no_interval():

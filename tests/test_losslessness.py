@@ -11,7 +11,9 @@ from tiny import verifier
 
 from headstart.eval import losslessness, rejection, speculate, trial
 from headstart.eval.losslessness import Losslessness, chi_square, compare, together
+from headstart.eval.trial import prompt_of
 from headstart.eval.typical import Typical
+from headstart.models.verifier import Verifier
 
 
 def test_chi_square_is_pearsons():
@@ -117,6 +119,21 @@ def settings_of(folder, **changes):
     return Losslessness(**(given | changes))
 
 
+def test_prompts_may_have_answers_or_not(pair, tmp_path):
+    made = Verifier.load(str(pair / "verifier"))
+    answered = losslessness.read_prompts(made, str(pair / "prompts.jsonl"), 64)
+    with (tmp_path / "prompts.jsonl").open("w") as file:
+        for line in (pair / "prompts.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            file.write(json.dumps({"id": row["id"], "messages": row["messages"][:1]}) + "\n")
+    bare = losslessness.read_prompts(made, str(tmp_path / "prompts.jsonl"), 64)
+    assert [(r.id, prompt_of(r)) for r in bare] == [(r.id, prompt_of(r)) for r in answered]
+    assert len(bare) == 4 and len(prompt_of(bare[0])) < len(answered[0].input_ids)
+    assert losslessness.run(settings_of(pair, prompts=str(tmp_path / "prompts.jsonl"), samples=0))
+    with pytest.raises(ValueError, match=r"nothing to continue, .* max_length = 2"):
+        losslessness.read_prompts(made, str(tmp_path / "prompts.jsonl"), 2)
+
+
 @pytest.mark.parametrize("tree", ["static:2x2x1", "dynamic:depth=3,top_k=2,total=6"])
 def test_a_lossless_pair_is_called_so(tree, pair, capsys):
     assert losslessness.run(settings_of(pair, tree=tree))
@@ -167,6 +184,7 @@ def test_greedy_text_of_another_model_is_called_not_lossless(pair, monkeypatch, 
     "change, message",
     [({"temperature": 0.0}, "must be above 0"), ({"draft_length": 0}, "draft_length must be 1"),
      ({"samples": -1}, "samples must be 0 or more, got -1"), ({"tree": "x"}, "tree 'x': not known"),
+     ({"seed": -3}, r"seed must be in \[0, 2\^63\), got -3"),
      ({"batch_size": 0}, "batch_size must be 1 or more, got 0")],
 )  # fmt: skip
 def test_settings_that_check_nothing_are_refused(change, message, pair):
