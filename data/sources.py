@@ -50,6 +50,12 @@ class Sources:
     def __post_init__(self) -> None:
         if self.hidden_size < 32 or self.hidden_size % 32:
             raise ValueError(f"hidden_size must be a multiple of 32, got {self.hidden_size}")
+        alphabet = len(pre_tokenizers.ByteLevel.alphabet()) + 1  # bytes, and the end of a text
+        for name, least in (
+            ("vocab_size", alphabet), ("characters", 1), ("num_layers", 1), ("context_length", 2),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         check_seed(self.seed)
 
 
@@ -114,9 +120,20 @@ def untrained(tokenizer: PreTrainedTokenizerFast, settings: Sources) -> LlamaFor
 
 
 def run(settings: Sources) -> None:
-    """Write the three of them."""
+    """Write the three of them.
+
+    Raises:
+        ValueError: the folder holds something already, or cannot be made.
+    """
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise ValueError(f"out: {settings.out!r} holds something already; pass another folder")
+    except OSError as error:
+        raise ValueError(
+            f"out: {settings.out!r} cannot be written to ({error.strerror}); pass another folder"
+        ) from error
     training, held_out = [], []
     for number, file in enumerate(library()):
         text = file.read_text(encoding="utf-8", errors="ignore")

@@ -80,6 +80,11 @@ def method_of(drafter: str, draft_length: int) -> str:
     config = loading.read_config(drafter)
     entry = config["headstart"]
     if entry["type"] == "mtp":
+        if entry.get("num_modules", 1) > 1:
+            raise ValueError(
+                f"drafter {drafter!r} has {entry['num_modules']} MTP modules, of which vLLM runs "
+                "one; train one with drafter.num_modules 1, or decode with headstart's own loop"
+            )
         raise ValueError(
             f"drafter {drafter!r} is an MTP module, which vLLM reads from its verifier's folder; "
             f"write both as one with models/export.py {drafter} --to mimo --out FOLDER, then serve "

@@ -112,6 +112,8 @@ def test_a_verifier_with_an_mtp_module_drafts_for_itself(tmp_path):
     verifier = Verifier.load(tiny.save(VERIFIER, tmp_path / "verifier"))
     module = saved(MTP.create(verifier, MTPConfig(), LOSS), tmp_path / "module")
     refused(module, 3, f"models/export.py {module} --to mimo")
+    two = MTP.create(verifier, MTPConfig(num_modules=2), LossConfig(num_steps=2, gamma=1.0))
+    refused(saved(two, tmp_path / "two"), 3, "2 MTP modules, of which vLLM runs one")
     folder = str(tmp_path / "both")
     export.run(export.Export(module, "mimo", folder))
     assert speculative_config(folder, 3) == {"method": "mtp", "num_speculative_tokens": 3}

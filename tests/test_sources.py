@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from headstart.data.conversations import read
 from headstart.data.render import render_all
 from headstart.data.sources import Sources, pieces, run
@@ -30,6 +32,24 @@ def test_what_is_written_can_be_read_and_trained_on(tmp_path, monkeypatch):
     rows, _ = render_all(str(tmp_path / "out" / "eval.jsonl"), *arguments)
     assert rows and all(row.loss_mask[0] == 0 and row.loss_mask[-1] == 1 for row in rows)
     assert all(row.input_ids[-1] == verifier.terminator_ids[0] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("vocab_size", -5), ("characters", 0), ("num_layers", 0), ("context_length", 1)],
+)
+def test_sizes_that_cannot_be_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+        Sources("out", **{field: value})
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "train.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="holds something already"):
+        run(Sources(str(tmp_path)))
+    with pytest.raises(ValueError, match="cannot be written to"):
+        run(Sources(str(tmp_path / "train.jsonl")))
+    assert (tmp_path / "train.jsonl").read_text() == "mine"
 
 
 def modules(folder: Path) -> list[Path]:
