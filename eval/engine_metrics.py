@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,12 +117,21 @@ def parse(text: str, name: str) -> EngineCounts:
             f"page {name!r}: this server makes no drafts; start it with --speculative-config "
             "(eval/engine.py serve prints the command)"
         )
-    return EngineCounts(
-        found["spec_decode_num_drafts"],
-        found["spec_decode_num_draft_tokens"],
-        [accepted[position] for position in sorted(accepted)],
-        found["generation_tokens"],
-    )
+    names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "generation_tokens")
+    lacking = [counter for counter in names if counter not in found]
+    if lacking or sorted(accepted) != list(range(len(accepted))):
+        missing = lacking[0] if lacking else f"{PER_POSITION} of every position"
+        raise ValueError(f"page {name!r} has no {missing}; is it cut off? Save all of it")
+    rounds, drafted, generated = (found[counter] for counter in names)
+    counts = [rounds, *(accepted[position] for position in range(len(accepted)))]
+    falling = all(0 <= after <= before for before, after in pairwise(counts))
+    if not (falling and drafted >= sum(counts[1:]) and drafted >= rounds and generated >= 0):
+        raise ValueError(
+            f"page {name!r}: its counters contradict each other ({rounds:g} rounds, {drafted:g} "
+            f"drafted, accepted by position {', '.join(f'{a:g}' for a in counts[1:])}); "
+            "read it again from the server"
+        )
+    return EngineCounts(rounds, drafted, counts[1:], generated)
 
 
 def is_url(page: str) -> bool:

@@ -1,6 +1,8 @@
 """What reports say of a drafter in service: of eval/acceptance.py and of eval/benchmark.py."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ def read(path: str) -> Report:
             raise ValueError("another schema")
     except (OSError, KeyError, TypeError, ValueError) as error:
         missing = "no such file" if not Path(path).exists() else "another content"
+        missing = "no JSON, damaged" if isinstance(error, json.JSONDecodeError) else missing
         raise ValueError(
             f"reports: {path} is no report of this version of eval/acceptance.py or "
             f"eval/benchmark.py ({missing}); measure again"
@@ -88,10 +91,23 @@ def gather(
     found = Evidence()
     benchmarks = [report for report in reports if "series" in report[1]]
     for path, result in [report for report in reports if "runs" in report[1]]:
-        _from_acceptance(found, path, result, temperature, data, concurrency, not benchmarks)
+        with whole(path):
+            _from_acceptance(found, path, result, temperature, data, concurrency, not benchmarks)
     for path, result in benchmarks:
-        _from_benchmark(found, path, result, temperature, workload, concurrency)
+        with whole(path):
+            _from_benchmark(found, path, result, temperature, workload, concurrency)
     return found
+
+
+@contextmanager
+def whole(path: str) -> Iterator[None]:
+    """What a report lacks is named with its file."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"reports: {path} is damaged, it lacks or misplaces {error}; measure again"
+        ) from error
 
 
 def nearest(wanted: float, there: list[float]) -> float:
@@ -102,11 +118,12 @@ def nearest(wanted: float, there: list[float]) -> float:
 def check(reports: list[Report], data: str | None) -> None:
     """Raise a ValueError where reports do not belong together, or none has a run on `data`."""
     for kind in ("drafter", "verifier"):
-        marks = {
-            result[kind]["fingerprint"]: path
-            for path, result in reports
-            if result[kind] is not None and result[kind]["fingerprint"] is not None
-        }
+        marks: dict[str, str] = {}
+        for path, result in reports:
+            with whole(path):
+                mark = result[kind] and result[kind]["fingerprint"]
+            if mark is not None:
+                marks[mark] = path
         if len(marks) > 1:
             raise ValueError(
                 f"reports: {' and '.join(marks.values())} are of different {kind}s "

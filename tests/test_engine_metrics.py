@@ -146,6 +146,12 @@ def test_impossible_times_are_refused(given, said):
     [
         ("python_gc_objects 3\n", "no metrics page of vLLM"),
         ('vllm:generation_tokens_total{engine="0"} 5.0\n', "makes no drafts"),
+        (page(5, 10, [3, 1]).partition("vllm:generation_tokens")[0], "has no generation_tokens"),
+        (page(5, 10, [3, 1]).partition("vllm:spec_decode_num_draft_tokens")[2], "no spec_decode"),
+        (page(5, 10, [3, 1]).replace('position="1"', 'position="2"'), "every position"),
+        (page(5, 10, [2, 3]), "contradict each other"),
+        (page(5, 10, [-2, -3]), "contradict each other"),
+        (page(5, 3, [2, 1]), "contradict each other"),
     ],
 )
 def test_other_pages_are_refused(tmp_path: Path, text, said):

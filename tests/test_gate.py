@@ -280,6 +280,21 @@ def test_what_cannot_be_judged_is_one_line(
     assert re.search(said, error), error
 
 
+@pytest.mark.parametrize("key", ["drafter", "runs", "speed"])
+def test_a_damaged_report_is_named(tmp_path: Path, key):
+    broken = acceptance_report(GOOD)
+    if key == "runs":
+        del broken["runs"][0]["overall"]
+    else:
+        del broken[key]
+    (tmp_path / "r.json").write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"r.json is damaged, it lacks or misplaces"):
+        gate.run(Gate(reports=[str(tmp_path / "r.json")]))
+    (tmp_path / "r.json").write_text("{")
+    with pytest.raises(ValueError, match="no JSON, damaged"):
+        gate.run(Gate(reports=[str(tmp_path / "r.json")]))
+
+
 def test_reports_of_two_drafters_are_refused(good):
     other = acceptance_report(GOOD)
     other["drafter"]["fingerprint"] = "another"
