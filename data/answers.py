@@ -30,6 +30,7 @@ class AnswerFile:
         """Answers of this run whose prompt had another text before."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._current: set[str] = set()  # ids whose row answers a prompt of this run
+        self._begun: set[str] = set()  # ids whose row answers the first turns of one
         self._size = 0  # bytes of whole lines
         self._lacks_newline = False
 
@@ -61,7 +62,12 @@ class AnswerFile:
     @property
     def others(self) -> int:
         """Answers to prompts that are not this run's."""
-        return len(self._rows.keys() - self._current)
+        return len(self._rows.keys() - self._current - self._begun)
+
+    @property
+    def begun(self) -> int:
+        """Conversations of this run that lack the answers to their last turns."""
+        return len(self._begun)
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Make the file ready for `add`; a line that a crash cut off is removed.
@@ -87,15 +93,35 @@ class AnswerFile:
         self._current.add(prompt.id)
         return True
 
-    def add(self, answered: Iterable[Conversation]) -> None:
-        """Append answers; where the disk is full, the file stays as it was."""
+    def first_turns(self, prompt: Conversation) -> list[dict[str, Any]]:
+        """The turns of `prompt` up to its last answer, where it was broken off between turns."""
+        row = self._rows.get(prompt.id)
+        if row is None:
+            return []
+        stored = conversations.parse(row, str(self.path), "")
+        asked = stored.asked()
+        if asked == prompt.asked() or asked != prompt.asked()[: len(asked)]:
+            return []
+        if stored.tools != prompt.tools or "truncated" in stored.messages[-1]:
+            return []
+        self._begun.add(prompt.id)
+        return stored.messages
+
+    def add(self, answered: Iterable[Conversation], whole: bool = True) -> None:
+        """Append answers; where the disk is full, the file stays as it was.
+
+        Args:
+            whole: every turn is answered; otherwise the first turns are, and more is to come.
+        """
         rows = [conversation.to_json() for conversation in answered]
         with self._explained():
             self._append("".join(map(_line, rows)))
         for row in rows:
-            self.replaced += row["id"] in self._rows
+            self.replaced += row["id"] in self._rows and row["id"] not in self._begun
             self._rows[row["id"]] = row
-            self._current.add(row["id"])
+            (self._current if whole else self._begun).add(row["id"])
+            if whole:
+                self._begun.discard(row["id"])
 
     def finish(self, order: Iterable[str]) -> None:
         """Put the rows in the order of this run's prompts, those of other prompts after them."""
@@ -139,7 +165,7 @@ class AnswerFile:
                     if not whole and line.startswith(_BEGINNING[: len(line)]):
                         return
                     answer = None
-                if answer is None or not answer.id or not _written(answer):
+                if answer is None or not answer.id or not self._is_ours(answer):
                     raise ValueError(
                         f"out {str(self.path)!r}, line {number}: not an answer with id and "
                         "token_ids; the file was not written by this script, choose another --out"
@@ -147,6 +173,13 @@ class AnswerFile:
                 self._rows[answer.id] = row | {"id": answer.id}
                 self._size += len(line)
                 self._lacks_newline = not whole
+
+    def _is_ours(self, answer: Conversation) -> bool:
+        """A server may give no token ids; then the record of the settings tells."""
+        if any("token_ids" in message for message in answer.messages):
+            return True
+        answered = any(message["role"] == "assistant" for message in answer.messages)
+        return answered and answer.temperature is not None and self.record.exists()
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         try:
@@ -194,10 +227,6 @@ def _answers(stored: Conversation, prompt: Conversation) -> bool:
     if "truncated" in stored.messages[-1]:
         asked = asked[: len(answered)]
     return asked == answered and stored.tools == prompt.tools
-
-
-def _written(answer: Conversation) -> bool:
-    return any("token_ids" in message for message in answer.messages)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm import tqdm
 from transformers import LlamaConfig
 
-from headstart.data import conversations, regenerate, render
+from headstart.data import conversations, decoding, regenerate, render
 from headstart.data.collate import Featurizer
 from headstart.data.render import Audit, Row
 from headstart.eval import checks, probe
@@ -200,8 +199,8 @@ def answered(
         last = next((i for i, m in enumerate(asked) if m["role"] == "user"), len(asked) - 1)
         first.append(replace(prompt, messages=asked[: last + 1], chat_template_kwargs=None))
     how = regenerate.Regenerate(out="", max_new_tokens=settings.max_new_tokens)
-    bar = tqdm(disable=True)
-    return regenerate.answer(verifier, first, how, bar, Counter())
+    asking = regenerate.asked(how, verifier.context_length)
+    return decoding.answer(verifier, first, asking, lambda tokens: None, Counter())
 
 
 # ---- the diagnosis -----------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 
 from headstart.data import conversations, regenerate
 from headstart.data.conversations import Conversation
-from headstart.data.regenerate import Regenerate, generate, run, user_prefix
+from headstart.data.decoding import generate, user_prefix
+from headstart.data.regenerate import Regenerate, run
 from headstart.data.render import render
 from headstart.data.template import template_ids
 from headstart.models.sampling import RowRandom, Sampling
@@ -206,7 +207,7 @@ def test_the_progress_bar_is_quiet_where_nobody_watches(tmp_path, prompts, capsy
     run(settings(tmp_path, prompts, max_new_tokens=40))
     said = capsys.readouterr().err
     assert said.count("\r") < 20
-    assert ": :" not in said and re.search(r"\d+ conversations: \d+ tokens", said)
+    assert ": :" not in said and re.search(r"answered: .*11/11 .*tokens/s", said)
 
 
 def test_a_run_is_only_continued_with_its_own_settings(tmp_path, prompts):
