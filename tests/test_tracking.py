@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 from tiny_run import lines, train
 
-from headstart.train.tracking import Tracker, TrackingConfig, flat, truncate
+from headstart.train.tracking import Tracker, TrackingConfig, truncate
 
 
 def test_every_log_line_has_the_numbers(tmp_path: Path) -> None:
@@ -79,27 +79,3 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     tracker.log(1, 1, {"loss": 1.0, "tokens_per_second": 1.0})
     tracker.close()
     assert not (tmp_path / "run").exists()
-
-
-def test_nested_numbers_get_a_key_each() -> None:
-    nested = {"step": 3, "validation": {"acceptance_length": {"value": 1.5}, "conditional": [0.5]}}
-    assert flat(nested) == {
-        "step": 3,
-        "validation/acceptance_length/value": 1.5,
-        "validation/conditional/1": 0.5,
-    }
-
-
-def test_wandb_offline_writes_below_output_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    tracker = Tracker(TrackingConfig(wandb="p", wandb_offline=True), "run", {"a": 1}, main=True)
-    tracker.start(0, 0)
-    tracker.advance(1, 1.0)
-    tracker.log(1, 48, {"loss": 2.0, "tokens_per_second": 1.0})
-    tracker.close()
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    assert not (tmp_path / "wandb").exists()

@@ -92,6 +92,7 @@ def train(
     validate: Callable[[], dict[str, Any]] | None = None,
     log_every: int = 1,
     drafter: Eagle3 | None = None,
+    tracking: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[Eagle3, dict[str, Any]]:
     """Train; the drafter and what `fit` returned."""
@@ -114,7 +115,7 @@ def train(
         accelerator.num_processes,
     )
     main = accelerator.is_main_process
-    tracker = Tracker(TrackingConfig(log_every), output_dir, recipe, main)
+    tracker = Tracker(TrackingConfig(log_every, **(tracking or {})), output_dir, recipe, main)
     result = fit(
         drafter, loader, featurize, config, accelerator, tracker, checkpoints, validate, resumed
     )

@@ -15,6 +15,7 @@ import yaml
 from tqdm import tqdm
 
 from headstart.eval.report import provenance
+from headstart.train.wandb_run import WandbRun
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Tracker:
         self.main = main
         self.metrics = self.folder / "metrics.jsonl"
         self.bar: tqdm | None = None
-        self.run: Any = None
+        self.run: WandbRun | None = None
         self.tau: float | None = None
         if settings.wandb and not installed("wandb"):
             raise ValueError(
@@ -75,15 +76,8 @@ class Tracker:
         text = json.dumps(provenance(self.recipe), indent=2)
         (self.folder / "provenance.json").write_text(text + "\n")
         if self.settings.wandb:
-            import wandb
-
-            self.run = wandb.init(
-                project=self.settings.wandb,
-                name=self.folder.name if step == 0 else f"{self.folder.name} from step {step}",
-                group=self.folder.name,
-                config=self.recipe,
-                dir=self.folder,
-                mode="offline" if self.settings.wandb_offline else None,
+            self.run = WandbRun(
+                self.settings.wandb, self.folder, self.recipe, step, self.settings.wandb_offline
             )
         self.first, self.began, self.fraction = None, time.perf_counter(), 0.0
         self.bar = tqdm(initial=step, unit="step", disable=not sys.stderr.isatty(), leave=True)
@@ -132,7 +126,7 @@ class Tracker:
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self.run is not None:
-            self.run.log(flat(line), step=line["step"])
+            self.run.log(line)
 
     def time_left(self) -> str:
         done = self.fraction - self.first
@@ -171,16 +165,3 @@ def truncate(metrics: Path, step: int) -> None:
     partial = metrics.with_name(f".{metrics.name}.partial")
     partial.write_text("".join(kept))
     partial.replace(metrics)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested numbers under one key each, as wandb plots them: `validation/conditional/1`."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            value = {str(i): item for i, item in enumerate(value, start=1)}
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            found[f"{prefix}{name}"] = value
-    return found
