@@ -8,35 +8,19 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.data.render import Row
+from headstart.data import packing
+from headstart.data.packing import by_length, pack, rounded
+from headstart.data.rows import Row
 from headstart.models.drafter import Batch
 from headstart.models.verifier import Verifier
 
 _GROUP_TOKENS = 2048  # slots that the verifier runs over at once, where documents come in groups
-
-WINDOW = 1024  # rows that are packed, or sorted by length, among themselves
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First fit: indices into `lengths`, bin by bin; each goes into the first bin with room."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index, length in enumerate(lengths):
-        assert length <= capacity, f"a document of {length} tokens in bins of {capacity}"
-        place = next((b for b, free in enumerate(room) if free >= length), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(capacity)
-        bins[place].append(index)
-        room[place] -= length
-    return bins
 
 
 def collate(
@@ -70,31 +54,6 @@ def collate(
     return batch
 
 
-def rounded(length: int, multiple: int) -> int:
-    """`length`, up to the next multiple."""
-    return -(-length // multiple) * multiple
-
-
-def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices in groups of like length, longest first, for batches of little padding.
-
-    A group, padded, has at most `batch_tokens` slots (one that is longer is a group of its own),
-    and ends where more than an eighth of it would be padding and it has half of its slots.
-    """
-    groups: list[list[int]] = []
-    used = 0  # tokens of the last group
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
-        wasteful = 2 * slots > batch_tokens and 8 * (used + length) < 7 * slots
-        if not groups or slots > batch_tokens or wasteful:
-            groups.append([])
-            used = 0
-        groups[-1].append(index)
-        used += length
-    return groups
-
-
 class Loader:
     """Batches of whole rows, epoch after epoch; iterating gives the rest of the current epoch.
 
@@ -124,11 +83,8 @@ class Loader:
         shuffle: bool = True,
         multiple: int = 1,
     ):
-        if packed and batch_tokens < max_length:
-            raise ValueError(
-                f"batch_tokens = {batch_tokens} cannot hold a row of max_length = {max_length} "
-                "tokens; raise the one or lower the other"
-            )
+        if packed:
+            packing.check_holds(batch_tokens, max_length)
         if len(rows) < world_size:
             raise ValueError(f"{len(rows)} rows cannot be shared by {world_size} processes")
         self.rows = rows
@@ -151,28 +107,21 @@ class Loader:
         count = len(self.rows)
         order = torch.randperm(count, generator=random).tolist() if self.shuffle else range(count)
         batches: list[list[int]] = []
-        for first in range(0, count, WINDOW):
-            window = order[first : first + WINDOW]
-            window = sorted(window, key=lambda i: -self.lengths[i])  # packs tighter, pads less
+        for first in range(0, count, packing.WINDOW):
+            window = order[first : first + packing.WINDOW]
             lengths = [self.lengths[i] for i in window]
-            if self.packed:
-                bins = pack(lengths, self.max_length)
-                if self.shuffle:
-                    bins = [bins[i] for i in torch.randperm(len(bins), generator=random).tolist()]
-                size = self.batch_tokens // self.max_length
-                # collate's first fit over the rows of these bins never needs more bins than these
-                groups = [list(chain(*bins[i : i + size])) for i in range(0, len(bins), size)]
-            else:
-                lengths = [rounded(length, self.multiple) for length in lengths]
-                groups = by_length(lengths, self.batch_tokens)
+            groups = packing.grouped(
+                lengths,
+                self.batch_tokens,
+                self.max_length,
+                self.packed,
+                self.multiple,
+                random if self.shuffle else None,
+            )
             batches += [[window[i] for i in group] for group in groups]
         if self.shuffle:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
-        while len(batches) % self.world_size:
-            largest = max(range(len(batches)), key=lambda i: len(batches[i]))
-            half = len(batches[largest]) // 2
-            batches[largest : largest + 1] = batches[largest][:half], batches[largest][half:]
-        return batches
+        return packing.dealt(batches, self.world_size)
 
     def __len__(self) -> int:
         """Batches of this rank in the current epoch."""
@@ -208,12 +157,7 @@ class Loader:
         Raises:
             ValueError: other data or settings: the batches would not be the same.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the run was begun with {name} = {state[name]} of its training data, now it "
-                    f"is {value}; resume with the same data and settings, or begin a new run"
-                )
+        packing.check_identity(self._identity(), state)
         self.epoch, self.index = state["epoch"], state["index"]
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from headstart.data.collate import by_length, collate
-from headstart.data.render import Row
+from headstart.data.collate import collate
+from headstart.data.packing import by_length
+from headstart.data.rows import Row
 from headstart.eval.measures import Counts
 from headstart.models import vocab
 from headstart.models.drafter import Batch, Drafting, TrainableDrafter, supervised

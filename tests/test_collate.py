@@ -3,9 +3,12 @@ import tiny
 import torch
 
 from headstart.data import collate as collate_file
-from headstart.data.collate import Featurizer, Loader, by_length, collate, pack
+from headstart.data import packing
+from headstart.data.collate import Featurizer, Loader, collate
 from headstart.data.conversations import Conversation
-from headstart.data.render import Row, render
+from headstart.data.packing import by_length, pack
+from headstart.data.render import render
+from headstart.data.rows import Row
 from headstart.models.drafter import supervised
 
 
@@ -154,7 +157,7 @@ def test_an_epoch_has_every_row_once_within_the_budget(rows, packed):
 
 
 def test_packing_holds_over_several_windows(rows, monkeypatch):
-    monkeypatch.setattr(collate_file, "WINDOW", 16)
+    monkeypatch.setattr(packing, "WINDOW", 16)
     batches = list(Loader(rows, 128, 40))
     assert sorted(n for batch in batches for n in names(batch)) == list(range(1, 61))
     assert all(len(batch["input_ids"]) <= 3 for batch in batches)

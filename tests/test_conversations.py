@@ -1,11 +1,12 @@
 import json
 import sys
 import types
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations import Conversation, parse, read
+from headstart.data.conversations import Conversation, Reader, parse, read
 
 
 def one(row) -> Conversation:
@@ -200,9 +201,16 @@ def test_missing_sources_are_named(tmp_path):
 def test_a_hub_data_set_is_streamed(monkeypatch):
     asked = {}
 
+    class Rows(list):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
     def load_dataset(name, **kwargs):
         asked.update(kwargs, name=name)
-        return iter([{"messages": hello()["messages"]}, {"bad": 1}])
+        return Rows([{"messages": hello()["messages"]}, {"bad": 1}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     rows = read("someone/chats", split="train_sft")
@@ -219,3 +227,76 @@ def test_a_hub_data_set_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"^'someone/none': neither a local file nor"):
         list(read("someone/none"))
+
+
+def write_parquet(file, rows):
+    import datasets
+
+    datasets.Dataset.from_list(rows).to_parquet(file, batch_size=7)
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "parquet", "parquet folder"])
+@pytest.mark.parametrize("stop", [0, 1, 6, 7, 13, 19, 20])
+def test_reading_goes_on_where_the_state_was_taken(tmp_path, kind, stop):
+    rows = [hello(i) for i in range(20)]
+    if kind == "file":
+        source = write(tmp_path / "a.jsonl", rows)
+        (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("\n", "\n\n"))
+    elif kind == "folder":
+        write(tmp_path / "a.jsonl", rows[:6])
+        write(tmp_path / "b.jsonl", rows[6:])
+        source = str(tmp_path)
+    elif kind == "parquet":
+        source = write_parquet(tmp_path / "a.parquet", rows)
+    else:
+        write_parquet(tmp_path / "a.parquet", rows[:6])
+        write_parquet(tmp_path / "b.parquet", rows[6:])
+        source = str(tmp_path)
+    begun = Reader(source)
+    first = [c.id for c in islice(begun, stop)]
+    state = json.loads(json.dumps(begun.state_dict()))
+    assert state["number"] == stop
+    resumed = Reader(source)
+    resumed.load_state_dict(state)
+    assert first + [c.id for c in resumed] == [f"c{i}" for i in range(20)]
+    assert not list(resumed), "the end is the end"
+    resumed.restart()
+    assert [c.id for c in resumed] == [f"c{i}" for i in range(20)]
+
+
+def test_a_line_is_named_by_its_own_number_after_a_resume(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": 3}\n')
+    begun = Reader(str(file))
+    next(iter(begun))
+    resumed = Reader(str(file))
+    resumed.load_state_dict(begun.state_dict())
+    rows = iter(resumed)
+    assert next(rows).id == "chats-000003"
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 4: prompt must be a string"):
+        next(rows)
+
+
+def test_a_source_that_has_changed_is_not_resumed(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    state = Reader(str(file)).state_dict()
+    file.write_text('{"prompt": "aa"}\n')
+    with pytest.raises(ValueError, match=r"of 17 bytes was .* of 16 bytes when the run was begun"):
+        Reader(str(file)).load_state_dict(state)
+
+
+def test_optional_fields_of_some_parquet_rows_stay_away_from_the_others(tmp_path):
+    answer = {"role": "assistant", "content": "x", "token_ids": [4, 2]}
+    turns = [{"role": "user", "content": "hi"}, answer]
+    rows = [hello(0) | {"tools": None}, {"id": "c1", "messages": turns, "tools": [{"name": "t"}]}]
+    first, second = read(write_parquet(tmp_path / "a.parquet", rows))
+    assert first == one(hello(0))
+    assert second.messages == turns and second.tools == [{"name": "t"}]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"a\.parquet'"):
+        list(read(str(tmp_path / "a.parquet")))

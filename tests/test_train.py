@@ -7,6 +7,8 @@ import copy
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -23,6 +25,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny_run import lines, losses
 
+from headstart.data import packing
 from headstart.data.collate import Featurizer
 from headstart.data.render import Row
 from headstart.models.draft_lm import DraftLMConfig
@@ -410,6 +413,64 @@ def test_a_start_that_does_not_fit_is_told_before_the_verifier_is_loaded(
         setattr(wrong, field, value)
     with pytest.raises(ValueError, match=message):
         run(wrong)
+
+
+def test_streamed_mixture_resumes_like_an_unbroken_run(
+    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(packing, "WINDOW", 6)
+    broken = recipe(tmp_path, verifier, max_steps=10, save_every=4, keep_last=9)
+    more = write_conversations(tmp_path / "more.jsonl", 5, seed=3)
+    with open(more, "a") as file:  # an evaluation prompt among them
+        file.write(Path(broken.data.eval).read_text().splitlines(keepends=True)[0])
+    broken.data.train = {broken.data.train: 2.0, more: 1.0}
+    broken.data.streaming = True
+    broken.tracking.log_every = 1
+    run(broken)
+    whole = losses(tmp_path / "run")
+    said = capsys.readouterr().out
+    assert len(whole) == 10 and "1 conversations left out as evaluation prompts" in said
+    assert "pass 1 over the training data: 1" in said, "the stop lies in another pass"
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        if folder.name > "step-000004":
+            shutil.rmtree(folder)
+    broken.training.resume = True
+    run(broken)
+    assert losses(tmp_path / "run") == whole
+    card = (tmp_path / "run" / "checkpoints" / "step-000010" / "README.md").read_text()
+    assert f"train.jsonl, {more}`" in card
+
+
+def test_training_on_the_evaluation_data_is_as_asked_for_but_warned_of(
+    tmp_path: Path, verifier: str
+) -> None:
+    same = recipe(tmp_path, verifier, max_steps=1)
+    same.data.train = same.data.eval
+    with pytest.warns(UserWarning, match=r"data\.eval .* is trained on: its τ says nothing about"):
+        run(same)
+
+
+def test_streaming_needs_a_length_that_is_known(tmp_path: Path, verifier: str) -> None:
+    wrong = recipe(tmp_path, verifier, max_steps=None, num_epochs=1)
+    wrong.data.streaming = True
+    with pytest.raises(ValueError, match=r"data\.streaming: .* training\.max_steps or"):
+        run(wrong)
+
+
+def test_a_mixture_is_trained_on_in_memory_too(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    mixed = recipe(tmp_path, verifier, max_steps=1)
+    more = write_conversations(tmp_path / "more.jsonl", 4, seed=3)
+    words = ["--config", "recipes/eagle3/tiny.yaml", "--data.train"]
+    parsed = parse(eagle3.Recipe, [*words, f"{{{mixed.data.train}: 3, {more}: 1}}"])
+    assert parsed.data.train == {mixed.data.train: 3.0, more: 1.0}
+    mixed.data.train = parsed.data.train
+    run(mixed)
+    conversations = int(re.search(r"(\d+) conversations", capsys.readouterr().out)[1])
+    assert 16 <= conversations <= 16 + 4, "all of both, and few come again before the end is seen"
+    with pytest.raises(ValueError, match=r"weight of 'a\.jsonl' is 0"):
+        parse(eagle3.Recipe, [*words, "{a.jsonl: 0}"])
 
 
 @pytest.mark.parametrize(

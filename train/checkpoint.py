@@ -287,10 +287,13 @@ def restore_random(state: dict[str, Any]) -> None:
 def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: TrainableDrafter) -> str:
     """README.md of a checkpoint: what it is for, what it learned from, what it reached, its use."""
     verifier, data = recipe.get("verifier"), recipe.get("data", {})
+    trained_on = data.get("train")
+    if isinstance(trained_on, dict):  # a mixture
+        trained_on = ", ".join(trained_on)
     parts = [
         f"# A drafter for `{verifier}`",
         f"Made by headstart for speculative decoding: trained for {state['step']} optimizer steps, "
-        f"{state['tokens']:,} tokens, on `{data.get('train')}`. The settings are in `recipe.yaml`. "
+        f"{state['tokens']:,} tokens, on `{trained_on}`. The settings are in `recipe.yaml`. "
         "It drafts for this verifier alone; the fingerprint in `config.json` tells.",
     ]
     measured = state["validation"]

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +13,11 @@ from torch import Tensor
 
 from headstart.data import conversations
 from headstart.data.collate import Featurizer, Loader
-from headstart.data.render import Row, render_all
+from headstart.data.mixture import Mixture, check_weights
+from headstart.data.render import render_all
+from headstart.data.rows import Row
+from headstart.data.selection import Selection
+from headstart.data.stream import StreamLoader
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows
 from headstart.models import imports, vocab
@@ -32,13 +36,17 @@ from headstart.models.verifier import Verifier
 from headstart.script import named
 from headstart.train.loop import TrainingConfig
 
+STREAMED_FIRST = 4096
+"""Conversations whose tokens choose the draft vocabulary, where not all can be counted."""
+
 
 @dataclass
 class DataConfig:
     """What is trained on, and what validation replays."""
 
-    train: str
-    """JSONL file, folder or Hub data set: conversations whose answers the verifier wrote."""
+    train: str | dict[str, float]
+    """JSONL or Parquet file, folder or Hub data set: conversations that the verifier answered.
+    Several are mixed by weight: {SOURCE: WEIGHT, …}."""
     eval: str | None = None
     """The same, greedy answers to other prompts; default: no validation."""
     max_length: int = 2048
@@ -47,6 +55,12 @@ class DataConfig:
     """Slots of a micro-batch, padding included."""
     packed: bool = True
     """Several documents in a row of max_length slots; else one, padded."""
+    min_tokens: int = 0
+    """Training rows with fewer tokens are left out."""
+    longer: Literal["cut", "drop"] = "cut"
+    """Training rows over max_length: cut there, or left out."""
+    streaming: bool = False
+    """Read the training data while training, window by window: for more than memory holds."""
     limit: int | None = None
     """Train on the first so many conversations."""
     eval_limit: int | None = None
@@ -54,15 +68,23 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template; default: those recorded with the answers."""
     keep_states: bool = True
-    """Keep the verifier's states in memory over epochs, where they fit."""
+    """Keep the verifier's states in memory over epochs, where they fit; not when streaming."""
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("max_length", 2), ("batch_tokens", 1), ("limit", 1), ("eval_limit", 1)
+            ("max_length", 2), ("batch_tokens", 1), ("limit", 1), ("eval_limit", 1),
+            ("min_tokens", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name} is {value}; it must be {least} or more")
+        with named("data.train"):
+            check_weights(self.weights)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each source that is trained on."""
+        return {self.train: 1.0} if isinstance(self.train, str) else self.train
 
 
 @dataclass
@@ -70,15 +92,19 @@ class Data:
     """Rendered rows."""
 
     train: list[Row]
+    """None where they are read while training."""
     eval: list[Row]
     token_counts: Tensor
-    """[V], how often each id is supervised."""
+    """[V], how often each id is supervised; when streaming, in the first conversations."""
+    selection: Selection
+    """Which rows are trained on."""
 
 
 def check_data(config: DataConfig, verifier: Outline) -> None:
     """Raise a ValueError for files that are not there, or rows longer than the verifier reads."""
-    for name, source in (("train", config.train), ("eval", config.eval)):
-        if source is not None:
+    held_out = [] if config.eval is None else [config.eval]
+    for name, sources in (("train", config.weights), ("eval", held_out)):
+        for source in sources:
             with named(f"data.{name}"):
                 conversations.find(source)
     if config.max_length > verifier.context_length:
@@ -108,15 +134,30 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
         config.max_length,
         config.chat_template_kwargs,
     )
-    with named("data.train"):
-        train, audit = render_all(config.train, *arguments, limit=config.limit)
-    accelerator.print(f"{config.train}: {audit}")
     eval_rows: list[Row] = []
+    selection = Selection(*arguments, config.min_tokens, config.longer)
+    if config.eval in config.weights:
+        warnings.warn(
+            f"data.eval {config.eval!r} is trained on: its τ says nothing about other prompts",
+            stacklevel=2,
+        )
+    elif config.eval is not None:
+        with named("data.eval"):
+            selection.hold_out(conversations.read(config.eval))
+    limit = config.limit
+    if config.streaming:
+        limit = STREAMED_FIRST if limit is None else min(limit, STREAMED_FIRST)
+    sources = ", ".join(config.weights)
+    with named("data.train"):
+        train = [row for c in Mixture(config.weights, limit) for row in selection.rows(c)]
+        selection.audit.check(sources, config.max_length)
+    accelerator.print(f"{'the first of ' * config.streaming}{sources}: {selection.audit}")
     if config.eval is not None:
         with named("data.eval"):
             eval_rows, audit = render_all(config.eval, *arguments, config.eval_limit, spread=True)
         accelerator.print(f"{config.eval}: {audit}; {len(eval_rows)} rows are replayed")
-    return Data(train, eval_rows, count_tokens(train, verifier.vocab_size))
+    counts = count_tokens(train, verifier.vocab_size)
+    return Data([] if config.streaming else train, eval_rows, counts, selection)
 
 
 def count_tokens(rows: list[Row], vocab_size: int) -> Tensor:
@@ -219,18 +260,21 @@ def make_loader(
     verifier: Verifier,
     training: TrainingConfig,
     accelerator: Accelerator,
-) -> Loader:
+) -> Loader | StreamLoader:
     """This rank's batches of the training rows."""
-    return Loader(
-        data.train,
-        config.batch_tokens,
-        config.max_length,
-        config.packed,
-        pad_id=verifier.terminator_ids[0] if verifier.terminator_ids else 0,
-        seed=training.seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        multiple=32,  # few shapes: oneDNN compiles a kernel for every new one
+    shape = {
+        "packed": config.packed,
+        "pad_id": verifier.terminator_ids[0] if verifier.terminator_ids else 0,
+        "seed": training.seed,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "multiple": 32,  # few shapes: oneDNN compiles a kernel for every new one
+    }
+    if not config.streaming:
+        return Loader(data.train, config.batch_tokens, config.max_length, **shape)
+    mixture = Mixture(config.weights, config.limit)
+    return StreamLoader(
+        mixture, data.selection, config.batch_tokens, **shape, say=accelerator.print
     )
 
 
@@ -243,7 +287,7 @@ def make_featurizer(
     return Featurizer(
         drafter.verifier,
         drafter.feature_layers,
-        keep=config.keep_states,
+        keep=config.keep_states and not config.streaming,
         num_tokens=-(-num_tokens // accelerator.num_processes),
         documents=documents if accelerator.num_processes == 1 else (),
         verbose=accelerator.is_main_process,

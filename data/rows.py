@@ -1,0 +1,130 @@
+"""A rendered document, and the count of what became of a data set."""
+
+import warnings
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass
+class Row:
+    """One document, ready for `collate`."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    """0, or the number of the assistant turn the token belongs to."""
+    id: str
+    category: str = "all"
+    temperature: float | None = None
+    """Temperature at which the verifier wrote the answers; None where it is not known."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    turns: int = 0
+    """Assistant turns, whole, cut or cut away."""
+    finished: int = 0
+    """Assistant turns that came to their end and were not cut: each should hold a terminator."""
+    terminators: int = 0
+    """Supervised terminators."""
+    truncated: bool = False
+    """Whether `max_length` cut something off."""
+
+    @property
+    def empty(self) -> bool:
+        """Without a supervised slot: no turn holds two tokens after a first one."""
+        mask = self.loss_mask[1:]
+        return not any(a == b > 0 for a, b in pairwise(mask))
+
+
+@dataclass
+class Audit:
+    """What became of a data set."""
+
+    conversations: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    """Supervised tokens."""
+    terminators: int = 0
+    """Supervised terminators."""
+    turns: int = 0
+    """Assistant turns."""
+    finished: int = 0
+    """Assistant turns not cut, neither when they were written nor by `max_length`."""
+    truncated: int = 0
+    """Rows cut at `max_length`."""
+    empty: int = 0
+    """Rows without a supervised slot; they are left out of training."""
+    short: int = 0
+    """Rows left out as shorter than data.min_tokens."""
+    long: int = 0
+    """Rows left out as longer than max_length."""
+    contaminated: int = 0
+    """Conversations left out, and not counted above, as their prompt is an evaluation prompt."""
+    split: int = 0
+    """Conversations that became more than one row."""
+
+    def add(self, rows: list[Row]) -> None:
+        self.conversations += 1
+        self.split += len(rows) > 1
+        for row in rows:
+            self.rows += 1
+            self.tokens += len(row.input_ids)
+            self.supervised += sum(turn > 0 for turn in row.loss_mask)
+            self.terminators += row.terminators
+            self.turns += row.turns
+            self.finished += row.finished
+            self.truncated += row.truncated
+            self.empty += row.empty
+
+    def check(self, source: str, max_length: int) -> None:
+        """Warn when turns lack their terminator.
+
+        Raises:
+            ValueError: there is nothing to learn from; says why.
+        """
+        if self.rows == self.empty + self.short + self.long:
+            if self.contaminated and not self.conversations:
+                reason = f"all its {self.contaminated} prompts are evaluation prompts"
+            elif self.conversations == 0:
+                reason = "it has no rows"
+            elif self.short or self.long:
+                reason = (
+                    f"{self.short} rows are shorter than data.min_tokens, {self.long} longer than "
+                    f"max_length = {max_length} and dropped, the others without supervision"
+                )
+            elif self.turns == 0:
+                reason = "no row has an assistant turn; let data/regenerate.py answer the prompts"
+            elif self.truncated:
+                reason = f"the answers begin after max_length = {max_length}; raise it"
+            else:
+                reason = (
+                    "nothing of its assistant turns is found in what the verifier's chat template "
+                    "writes; see a row with data/render.py"
+                )
+            raise ValueError(f"{source!r}: not one supervised token: {reason}")
+        if self.terminators != self.finished:
+            warnings.warn(
+                f"data {source!r}: {self.terminators} supervised terminators for {self.finished} "
+                "finished assistant turns; a drafter learns to stop only where the template ends a "
+                "turn with one of the verifier's terminators. See a row with data/render.py.",
+                stacklevel=2,
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.conversations} conversations, {self.rows} rows ({self.split} conversations "
+            f"split over several), {self.tokens} tokens\n"
+            f"{self.supervised} supervised tokens, {self.terminators} supervised terminators for "
+            f"{self.finished} finished of {self.turns} assistant turns\n"
+            f"{self.truncated} rows truncated, {self.empty} rows without supervision"
+            + self.left_out()
+        )
+
+    def left_out(self) -> str:
+        """What was chosen to be left out, if anything was."""
+        counts = (
+            (self.short, "rows left out as too short"),
+            (self.long, "rows left out as too long"),
+            (self.contaminated, "conversations left out as evaluation prompts"),
+        )
+        found = ", ".join(f"{count} {what}" for count, what in counts if count)
+        return f"\n{found}" if found else ""
