@@ -1,26 +1,19 @@
-"""From rows to batches, in an order that can be resumed, and the verifier's states for them.
+"""From rows to batches, in an order that can be resumed.
 
 Legend: B rows of a batch, T slots, H verifier's hidden size, L feature layers. A document is one
 `Row`; a packed batch holds several of them in a row.
 """
 
-import os
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headstart.data import packing
-from headstart.data.packing import by_length, pack, rounded
+from headstart.data.packing import pack, rounded
 from headstart.data.rows import Row
 from headstart.models.drafter import Batch
-from headstart.models.verifier import Verifier
-
-_GROUP_TOKENS = 2048  # slots that the verifier runs over at once, where documents come in groups
 
 
 def collate(
@@ -59,7 +52,9 @@ class Loader:
 
     The order depends on (seed, epoch) alone. Batches are dealt out to the ranks in turn, the same
     number to each: where they do not come out even, the largest are halved, so no row is left out
-    or repeated. `state_dict` after a batch continues with the next one.
+    or repeated. Unpacked ones of like size are dealt together, so that ranks finish together;
+    packed ones are full. `state_dict` after a batch continues with the next one; with another
+    number of ranks, the rest of the epoch is dealt out anew.
 
     Args:
         batch_tokens: slots of a micro-batch, padding included.
@@ -94,12 +89,27 @@ class Loader:
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.index = 0  # batches of this epoch that this rank has had
+        self.dealt: list[tuple[int, int]] = []  # of this epoch: other numbers of ranks, and their
+        # batches by then
         self._order: tuple[int, list[list[int]]] = (-1, [])
 
     def order(self, epoch: int) -> list[list[int]]:
         """Row indices of every batch of an epoch; rank r has batches r, r + world_size, …"""
         if self._order[0] != epoch:
-            self._order = epoch, self._make_order(epoch)
+
+            def slots(batch: list[int]) -> int:
+                longest = max(self.lengths[i] for i in batch)
+                return len(batch) * packing.rounded(longest, self.multiple)
+
+            random = torch.Generator().manual_seed((self.seed << 20) + epoch)
+            order = packing.dealt(
+                self._make_order(epoch),
+                self.world_size,
+                self.dealt,
+                None if self.packed else slots,
+                random if self.shuffle else None,
+            )
+            self._order = epoch, order
         return self._order[1]
 
     def _make_order(self, epoch: int) -> list[list[int]]:
@@ -121,187 +131,48 @@ class Loader:
             batches += [[window[i] for i in group] for group in groups]
         if self.shuffle:
             batches = [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
-        return packing.dealt(batches, self.world_size)
+        return batches
 
     def __len__(self) -> int:
-        """Batches of this rank in the current epoch."""
-        return len(self.order(self.epoch)) // self.world_size
+        """Batches of this rank in an epoch such as the current one, when it has them all."""
+        return -(-len(self._make_order(self.epoch)) // self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         mine = self.order(self.epoch)[self.rank :: self.world_size]
         for index in range(self.index, len(mine)):
             last = index + 1 == len(mine)
             self.epoch, self.index = (self.epoch + 1, 0) if last else (self.epoch, index + 1)
+            if last:
+                self.dealt = []
             rows = [self.rows[i] for i in mine[index]]
             yield collate(rows, self.max_length, self.packed, self.pad_id, self.multiple)
 
     def _identity(self) -> dict[str, Any]:
-        names = (
-            "batch_tokens",
-            "max_length",
-            "packed",
-            "multiple",
-            "seed",
-            "shuffle",
-            "world_size",
-        )
+        names = ("batch_tokens", "max_length", "packed", "multiple", "seed", "shuffle")
         numbers = {"rows": len(self.rows), "tokens": sum(self.lengths)}
         return numbers | {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "index": self.index} | self._identity()
+        place = ("epoch", "index", "dealt", "world_size")
+        return {name: getattr(self, name) for name in place} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state` was taken.
+        """Continue after the batch at which `state` was taken, with any number of ranks.
 
         Raises:
             ValueError: other data or settings: the batches would not be the same.
         """
         packing.check_identity(self._identity(), state)
-        self.epoch, self.index = state["epoch"], state["index"]
-
-
-# ---- the verifier's states -------------------------------------------------------------------
-
-
-def available_memory() -> int:
-    """Bytes of main memory this process could still take."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    else:  # no such file on macOS; half of what is built in is a safe guess
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    group = Path("/sys/fs/cgroup")  # a container's limit
-    if (group / "memory.max").exists() and (group / "memory.current").exists():
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    return max(0, free)
-
-
-class Featurizer:
-    """Adds the verifier's states to a batch: `features [B, T, L*H]` and `last_hidden [B, T, H]`.
-
-    The verifier runs over documents, whatever batch they came in: one by one on a CPU, where that
-    is as fast and makes the states bitwise those of the document alone, in groups of like length
-    elsewhere. With `keep`, states stay in main memory by document, as far as they fit, and each
-    such document is run only once. States of padding are zero. Where all documents are known and
-    fit, a missing one is run with its whole group, a fixed batch of documents of like length: a CPU
-    takes in a batch twice as fast, and the groups are the same after a resume.
-
-    Args:
-        layers: ids of the residual streams wanted.
-        keep: keep states over epochs.
-        num_tokens: of all documents that will come, for the estimate that is printed.
-        documents: all of them, where this process will need them all.
-        memory_limit: bytes that the kept states of this process may take; half of the available
-            memory, shared by the processes of this machine, when not given.
-        dtype: states are rounded to it and kept in it; as computed when not given. bfloat16 takes
-            half of float32's memory.
-        autocast_dtype: run the verifier under autocast; the caller's own setting when not given.
-        alone: run documents one by one; on a CPU when not given.
-    """
-
-    def __init__(
-        self,
-        verifier: Verifier,
-        layers: tuple[int, ...],
-        keep: bool = False,
-        num_tokens: int = 0,
-        documents: Sequence[list[int]] = (),
-        memory_limit: int | None = None,
-        dtype: torch.dtype | None = None,
-        autocast_dtype: torch.dtype | None = None,
-        alone: bool | None = None,
-        verbose: bool = True,
-    ):
-        self.verifier, self.layers = verifier, layers
-        self.dtype, self.autocast_dtype = dtype, autocast_dtype
-        self.alone = verifier.device.type == "cpu" if alone is None else alone
-        width = (len(layers) + 1) * verifier.hidden_size
-        self.bytes_needed = num_tokens * width * (dtype or verifier.dtype).itemsize
-        if memory_limit is None:
-            memory_limit = available_memory() // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self.room = memory_limit if keep else 0  # bytes
-        self.kept: dict[bytes, list[Tensor]] = {}  # by the document's ids
-        self.groups: dict[bytes, list[Tensor]] = {}  # a document's ids -> all of its group
-        if self.bytes_needed <= self.room:
-            # each once: one that is in two groups would get its states from whichever ran last
-            unique = {d.numpy().tobytes(): d for d in map(torch.tensor, documents)}
-            different = list(unique.values())
-            for group in by_length([len(d) for d in different], _GROUP_TOKENS):
-                together = [different[i] for i in group]
-                self.groups |= {d.numpy().tobytes(): together for d in together}
-        if keep and verbose:
-            share = min(1.0, self.room / max(1, self.bytes_needed))
-            rest = "" if share == 1 else f" for {share:.0%} of them, the rest computed every epoch"
-            print(
-                f"verifier states: kept in memory{rest} ({self.bytes_needed / 1e9:.1f} GB for "
-                f"{num_tokens} tokens, {self.room / 1e9:.1f} GB may be used)",
-                file=sys.stderr,
+        self.epoch, self.index, self.dealt = state["epoch"], state["index"], list(state["dealt"])
+        if state["world_size"] != self.world_size and self.index:
+            self.dealt.append((state["world_size"], self.index))
+            self.index = 0
+        self._order = (-1, [])
+        left = sum(map(len, self.order(self.epoch)))
+        if left < self.world_size:
+            warnings.warn(
+                f"{left} rows are left of epoch {self.epoch}, too few for {self.world_size} "
+                "processes: the next one begins",
+                stacklevel=2,
             )
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch on the verifier's device, with its states."""
-        ids, document_ids = batch["input_ids"].cpu(), batch["document_ids"].cpu()
-        places: list[tuple[int, int, int]] = []  # row, first slot, slot after the last
-        for b, row in enumerate(document_ids):
-            values, counts = torch.unique_consecutive(row, return_counts=True)
-            end = 0
-            for value, length in zip(values.tolist(), counts.tolist(), strict=True):
-                end += length
-                if value >= 0:
-                    places.append((b, end - length, end))
-        documents = [ids[b, start:end] for b, start, end in places]
-        keys = [document.numpy().tobytes() for document in documents]
-        wanted = {k: d for k, d in zip(keys, documents, strict=True) if k not in self.kept}
-        states: dict[bytes, list[Tensor]] = {}
-        for key in wanted:
-            if key in self.groups and key not in states:
-                group = self.groups[key]
-                run = self._run(group, [list(range(len(group)))])
-                states |= zip([d.numpy().tobytes() for d in group], run, strict=True)
-        rest = [document for key, document in wanted.items() if key not in states]
-        lengths = [len(document) for document in rest]
-        alone = [[i] for i in range(len(rest))]
-        run = self._run(rest, alone if self.alone else by_length(lengths, ids.numel()))
-        states |= zip([d.numpy().tobytes() for d in rest], run, strict=True)
-        for key, tensors in states.items():
-            if self.dtype is not None:
-                states[key] = tensors = [t.to(self.dtype) for t in tensors]
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            if size <= self.room:
-                self.kept[key] = [t.cpu() for t in tensors]
-                self.room -= size
-        names = ("features", "last_hidden") if self.layers else ("last_hidden",)
-        device = self.verifier.device
-        made: dict[str, Tensor] = {}
-        for key, (b, start, end) in zip(keys, places, strict=True):
-            tensors = states[key] if key in states else self.kept[key]
-            for name, part in zip(names, tensors, strict=True):
-                if name not in made:
-                    dtype = self.verifier.dtype if self.dtype else part.dtype
-                    shape = (*ids.shape, part.shape[-1])
-                    made[name] = torch.zeros(shape, dtype=dtype, device=device)
-                made[name][b, start:end] = part.to(device)
-        return Batch(**{name: tensor.to(device) for name, tensor in batch.items()}, **made)
-
-    def _run(self, documents: list[Tensor], groups: list[list[int]]) -> list[list[Tensor]]:
-        """States of each document, in order; the documents of a group are run together."""
-        states: list[list[Tensor]] = [[] for _ in documents]
-        device = self.verifier.device
-        autocast = nullcontext()
-        if self.autocast_dtype is not None:
-            autocast = torch.autocast(device.type, self.autocast_dtype)
-        for group in groups:
-            lengths = [len(documents[i]) for i in group]
-            ids = torch.zeros(len(group), max(lengths), dtype=torch.long)
-            for b, i in enumerate(group):
-                ids[b, : lengths[b]] = documents[i]  # padding at the right: causal, never seen
-            with autocast:
-                run = self.verifier.states(ids.to(device), self.layers)
-            for b, i in enumerate(group):
-                # copies: a view would hold on to the whole group
-                states[i] = [t[b, : lengths[b]].clone() for t in run if t is not None]
-        return states
+            self.epoch, self.dealt = self.epoch + 1, []

@@ -1,6 +1,6 @@
 """Which rows share a batch, and which batches a rank has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -76,17 +76,37 @@ def grouped(
     return [[order[i] for i in group] for group in groups]
 
 
-def dealt(batches: list[list[int]], world_size: int) -> list[list[int]]:
-    """As many batches for each rank: the largest are halved until they come out even.
+def dealt(
+    batches: list[list[int]],
+    ranks: int,
+    before: Sequence[tuple[int, int]] = (),
+    slots: Callable[[list[int]], int] | None = None,
+    random: torch.Generator | None = None,
+) -> list[list[int]]:
+    """The same rows in a multiple of `ranks` batches; rank r has batches r, r + ranks, …
 
-    There must be as many rows as ranks.
+    The largest batches are halved until they come out even. Fewer rows than ranks do not.
+
+    Args:
+        before: other numbers of ranks that these batches were dealt out to first, and how many
+            batches each of them had by then: what is left is dealt out anew.
+        slots: of a batch. Batches of like size run together then, so that ranks finish together.
+        random: shuffles what runs together; None leaves the smallest first.
     """
-    batches = batches.copy()
-    while len(batches) % world_size:
+    for others, had in before:
+        batches = dealt(batches, others, (), slots, random)[others * had :]
+    batches = list(batches)
+    while len(batches) % ranks and max(map(len, batches)) > 1:
         largest = max(range(len(batches)), key=lambda i: len(batches[i]))
         half = len(batches[largest]) // 2
         batches[largest : largest + 1] = batches[largest][:half], batches[largest][half:]
-    return batches
+    if slots is None or ranks == 1:
+        return batches
+    batches.sort(key=slots)
+    groups = [batches[i : i + ranks] for i in range(0, len(batches), ranks)]
+    if random is not None:
+        groups = [groups[i] for i in torch.randperm(len(groups), generator=random).tolist()]
+    return list(chain.from_iterable(groups))
 
 
 def check_holds(batch_tokens: int, max_length: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headstart.data import render
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval import report, trial
 from headstart.eval.losslessness import judge

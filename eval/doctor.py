@@ -21,7 +21,7 @@ import yaml
 from transformers import LlamaConfig
 
 from headstart.data import conversations, decoding, regenerate, render
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Audit, Row
 from headstart.eval import checks, probe
 from headstart.eval.checks import CHECKS, Finding, Patient

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.engine_metrics import EngineCounts
 from headstart.eval.losslessness import compare

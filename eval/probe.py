@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.checks import Finding, Patient
 from headstart.eval.replay import acceptance_table

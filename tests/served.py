@@ -16,7 +16,8 @@ from test_replay import (
 from tiny import verifier as tiny_verifier
 from torch import Tensor, nn
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.eval.speculate import generate
 from headstart.models import vocab
 from headstart.models.drafter import (

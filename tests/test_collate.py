@@ -1,11 +1,14 @@
+import itertools
+
 import pytest
 import tiny
 import torch
 
 from headstart.data import collate as collate_file
 from headstart.data import packing
-from headstart.data.collate import Featurizer, Loader, collate
+from headstart.data.collate import Loader, collate
 from headstart.data.conversations import Conversation
+from headstart.data.featurize import Featurizer, available_memory
 from headstart.data.packing import by_length, pack
 from headstart.data.render import render
 from headstart.data.rows import Row
@@ -206,7 +209,6 @@ def test_resuming_with_other_data_or_settings_is_refused(rows):
         (Loader(rows, 160, 40), "batch_tokens"),
         (Loader(rows, 128, 40, seed=3), "seed"),
         (Loader(rows, 128, 40, packed=False), "packed"),
-        (Loader(rows, 128, 40, world_size=2), "world_size"),
     ):
         with pytest.raises(ValueError, match=f"begun with {name} = "):
             other.load_state_dict(state)
@@ -226,6 +228,67 @@ def test_two_ranks_take_turns_in_the_order_of_one(rows):
     one = epoch(Loader(rows, 128, 40))
     assert len(one) % 2 == 0
     assert one == [batch for pair in zip(*both, strict=True) for batch in pair]
+
+
+def ranks_of(rows, world_size, state=None, **settings):
+    loaders = [
+        Loader(rows, 128, 40, rank=rank, world_size=world_size, **settings)
+        for rank in range(world_size)
+    ]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
+    return loaders
+
+
+def taken(loaders, batches):
+    """Rows of the next so many batches of every rank, in turn."""
+    iterators = [iter(loader) for loader in loaders]
+    return [names(batch) for _ in range(batches) for batch in map(next, iterators)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_come_once_an_epoch_whatever_becomes_of_the_number_of_ranks(rows, packed):
+    first = ranks_of(rows, 3, packed=packed)
+    seen = taken(first, 2)
+    second = ranks_of(rows, 2, first[0].state_dict(), packed=packed)
+    seen += taken(second, 2)
+    third = ranks_of(rows, 1, second[0].state_dict(), packed=packed)
+    (last,) = third
+    seen += epoch(last)
+    assert sorted(n for batch in seen for n in batch) == list(range(1, 61))
+    fresh = Loader(rows, 128, 40, packed=packed)
+    assert last.order(1) == fresh.order(1)
+
+
+def test_another_number_of_ranks_keeps_the_order_of_packed_rows(rows):
+    whole = epoch(Loader(rows, 128, 40))
+    two = ranks_of(rows, 2)
+    taken(two, 3)
+    one = Loader(rows, 128, 40)
+    one.load_state_dict(two[1].state_dict())
+    assert epoch(one) == whole[6:]
+
+
+def test_fewer_rows_left_than_ranks_begin_the_next_epoch():
+    few = rows_of([5, 5, 5])
+    one = Loader(few, 5, 5)
+    taken([one], 2)
+    with pytest.warns(UserWarning, match="1 rows are left of epoch 0, too few for 2 processes"):
+        two = Loader(few, 5, 5, world_size=2)
+        two.load_state_dict(one.state_dict())
+    assert (two.epoch, two.index) == (1, 0)
+
+
+def test_ranks_have_batches_of_like_size_at_once(rows):
+    loaders = ranks_of(rows, 3, packed=False)
+    widths = list(
+        zip(*[[b["input_ids"].numel() for b in loader] for loader in loaders], strict=True)
+    )
+    assert len(set(widths)) > 2
+    in_order = sorted(widths)
+    assert all(max(a) <= min(b) for a, b in itertools.pairwise(in_order))
+    assert widths != in_order  # the groups come in no order of size
 
 
 def test_a_few_rows_reach_every_rank():
@@ -356,11 +419,11 @@ def test_autocast_is_used_when_asked_for():
 
 
 def test_available_memory_is_a_plausible_number_of_bytes():
-    assert 1e7 < collate_file.available_memory() < 1e14
+    assert 1e7 < available_memory() < 1e14
 
 
 def test_groups_give_the_same_states_whichever_document_comes_first(monkeypatch):
-    monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 60)
+    monkeypatch.setattr("headstart.data.featurize._GROUP_TOKENS", 60)
     verifier = tiny.verifier()
     lengths = torch.randint(3, 30, (20,)).tolist()
     rows = [Row(torch.randint(3, 64, (n,)).tolist(), [1] * n, id=str(n)) for n in lengths]
@@ -383,7 +446,7 @@ def test_groups_give_the_same_states_whichever_document_comes_first(monkeypatch)
 
 
 def test_document_that_comes_often_is_run_in_one_group(monkeypatch):
-    monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 30)
+    monkeypatch.setattr("headstart.data.featurize._GROUP_TOKENS", 30)
     documents = [[3] * 10] * 4 + [[4] * 10, [5] * 9]
     run = Featurizer(
         tiny.verifier(), LAYERS, keep=True, num_tokens=59, documents=documents, verbose=False

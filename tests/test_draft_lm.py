@@ -8,7 +8,7 @@ import torch
 from tiny_run import batch as random_batch
 from transformers import AutoModelForCausalLM
 
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.eval.speculate import generate
 from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import Batch, Drafting, fingerprint, supervised

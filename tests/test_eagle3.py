@@ -15,7 +15,8 @@ from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.models.cache import RaggedCache
 from headstart.models.drafter import Batch, Drafting

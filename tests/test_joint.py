@@ -10,7 +10,7 @@ import torch
 from tiny_run import batch as random_batch
 from torch import Tensor
 
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.quality import Quality, compare_verifiers
 from headstart.models.drafter import Batch, supervised

@@ -219,8 +219,15 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     assert ranks.returncode == 0, ranks.stderr
     train(tmp_path / "one", max_steps=3, accumulation=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    with pytest.raises(ValueError, match="written by 2 processes and this run has 1"):
-        train(tmp_path / "two", max_steps=4, resume=True)
+
+
+def test_another_number_of_processes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run(TWO_RANKS, tmp_path / "two", "max_steps=2", "log_every=3").returncode == 0
+    settings = {"max_steps": 4, "accumulation": 2, "log_every": 3}
+    train(tmp_path / "two", resume=True, **settings)
+    assert "2 processes began this run, 1 go on: each row still comes" in capsys.readouterr().out
+    train(tmp_path / "one", **settings)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from tiny_run import lines
 from torch import Tensor
 from torch.nn.functional import silu
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.models.drafter import Batch
 from headstart.models.loading import load_checkpoint

@@ -11,7 +11,8 @@ import tiny
 import torch
 from test_replay import assert_equal
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.measures import summarise
 from headstart.eval.replay import replay_rows

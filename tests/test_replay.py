@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny import verifier as tiny_verifier
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.measures import Counts, summarise
 from headstart.eval.replay import (

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from tiny_run import lines, losses
 
 from headstart.data import packing
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.models.draft_lm import DraftLMConfig
 from headstart.models.drafter import TrainableDrafter
@@ -193,7 +193,7 @@ def test_resumed_run_equals_an_unbroken_one(
 
     prepare_featurizer = prepare.make_featurizer
     monkeypatch.setattr(prepare, "make_featurizer", make_featurizer)
-    monkeypatch.setattr("headstart.data.collate._GROUP_TOKENS", 128)
+    monkeypatch.setattr("headstart.data.featurize._GROUP_TOKENS", 128)
     broken = recipe(tmp_path, verifier, kind, max_steps=8, save_every=3, keep_last=9)
     broken.data.keep_states = keep_states
     broken.tracking.log_every = 2

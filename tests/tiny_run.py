@@ -13,6 +13,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 
+from headstart.data.render import Row
 from headstart.eval.measures import Counts, summarise
 from headstart.models.drafter import Batch
 from headstart.models.eagle3 import Eagle3, Eagle3Config
@@ -20,6 +21,7 @@ from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.loop import TrainingConfig, fit, launch
+from headstart.train.prepare import Data, make_validation
 from headstart.train.tracking import Tracker, TrackingConfig
 
 torch.set_num_threads(1)  # of a tiny model, more would wait for each other
@@ -41,7 +43,7 @@ class Batches:
 
     def __init__(self, batches: list[Batch], rank: int = 0, world: int = 1):
         self.batches = batches[rank::world]
-        self.position = 0
+        self.position, self.world = 0, world
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -53,10 +55,10 @@ class Batches:
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"position": self.position, "world": self.world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = state["position"] * state["world"] // self.world
 
 
 def batch(rows: int, width: int = 24, seed: int = 0, supervised: bool = True) -> Batch:
@@ -93,9 +95,10 @@ def train(
     log_every: int = 1,
     drafter: Eagle3 | None = None,
     tracking: dict[str, Any] | None = None,
+    replayed: int = 0,
     **settings: Any,
 ) -> tuple[Eagle3, dict[str, Any]]:
-    """Train; the drafter and what `fit` returned."""
+    """Train; the drafter and what `fit` returned. Of `replayed` rows, each rank replays its own."""
     settings = {"learning_rate": 1e-2, "mixed_precision": "no"} | settings
     config = TrainingConfig(str(output_dir), **settings)
     if "RANK" not in os.environ:
@@ -115,6 +118,11 @@ def train(
         accelerator.num_processes,
     )
     main = accelerator.is_main_process
+    if replayed:
+        ids = torch.randint(0, 64, (replayed, 20), generator=torch.Generator().manual_seed(9))
+        rows = [Row(row, [0] * 4 + [1] * 16, str(i)) for i, row in enumerate(ids.tolist())]
+        data = Data([], rows, torch.ones(64))
+        validate = make_validation(data, drafter, featurize, 2, accelerator)
     tracker = Tracker(TrackingConfig(log_every, **(tracking or {})), output_dir, recipe, main)
     result = fit(
         drafter, loader, featurize, config, accelerator, tracker, checkpoints, validate, resumed

@@ -25,9 +25,11 @@ RUN_LENGTH = ("max_steps", "num_epochs", "max_tokens")
 _MAY_CHANGE = {  # on a resume: how long and how carefully to train, where to write, memory
     "verifier",  # its weights decide, by their fingerprint
     *(f"training.{name}" for name in RUN_LENGTH),
+    "training.accumulation",  # by which another number of processes keeps its steps as large
     *("training.learning_rate", "training.mixed_precision"),  # the way out of a loss gone astray
     *("training.validate_every", "training.save_every", "training.keep_last"),
-    *("training.output_dir", "training.resume", "data.keep_states", "loss.chunk_positions"),
+    *("training.output_dir", "training.resume"),
+    *("data.keep_states", "loss.chunk_positions"),
 }
 
 
@@ -44,13 +46,20 @@ class Saved:
     optimizer: dict[str, Any]
 
     def of_rank(self, rank: int, world: int) -> dict[str, Any]:
-        if len(self.ranks) != world:
-            raise ValueError(
-                f"{self.folder} was written by {len(self.ranks)} processes and this run has "
-                f"{world}; resume with {len(self.ranks)}, or start a new run with "
-                f"--init_from {self.folder}"
-            )
-        return self.ranks[rank]
+        """What rank `rank` of `world` goes on from; another number of processes may have saved it.
+
+        Then the loader's position stands for all of them, rank 0 has the sums of all `averages`,
+        and a new rank has no `random`.
+        """
+        if len(self.ranks) == world:
+            return self.ranks[rank]
+        names = self.ranks[0]["averages"]
+        sums = {name: sum(saved["averages"][name] for saved in self.ranks) for name in names}
+        return {
+            "loader": self.ranks[0]["loader"],
+            "averages": sums if rank == 0 else {name: 0 * pair for name, pair in sums.items()},
+            "random": self.ranks[rank]["random"] if rank < len(self.ranks) else None,
+        }
 
 
 class Checkpoints:

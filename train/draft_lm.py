@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.eval.speculate import generate
 from headstart.models.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafter import Batch

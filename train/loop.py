@@ -18,11 +18,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from headstart.models.drafter import Batch, TrainableDrafter, supervised
 from headstart.models.trees import MOST_NODES
+from headstart.train import sharding
 from headstart.train.checkpoint import (
     RUN_LENGTH,
     Checkpoints,
@@ -131,15 +132,20 @@ def launch(settings: TrainingConfig) -> Accelerator:
     cuda = torch.cuda.is_available()
     if precision == "auto":
         precision = "bf16" if cuda or torch.cpu._is_amx_tile_supported() else "no"
-    sharded = any(
+    deepspeed, fsdp = (
         os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
         for name in ("DEEPSPEED", "FSDP")
     )
+    if deepspeed and not cuda:
+        sharding.compile_nothing()
+    if fsdp and not cuda:
+        sharding.share_on_cpus()
     # On CPUs, Accelerate 1.15 starts data parallelism only with cpu=True, and counts one process
-    # under DeepSpeed and FSDP unless told the backend instead.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if sharded and not cuda else []
-    cpu = not cuda and not sharded
+    # under DeepSpeed unless told the backend instead.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if deepspeed and not cuda else []
+    cpu = not (cuda or deepspeed or fsdp)
     accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=handlers)
+    sharding.configure(accelerator, settings.max_grad_norm)
     set_seed(settings.seed)
     return accelerator
 
@@ -177,11 +183,11 @@ class Averages:
             pair = [torch.as_tensor(x, dtype=torch.double, device=self.device) for x in pair]
             self.sums[name] = self.sums.get(name, 0) + torch.stack(pair)
 
-    def means(self, accelerator: Accelerator) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """Over all ranks and everything added since the last call."""
         names = sorted(self.sums)
         table = torch.stack([self.sums[name] for name in names])
-        sums, counts = accelerator.reduce(table, "sum").cpu().unbind(1)
+        sums, counts = sharding.total(table).cpu().unbind(1)
         self.sums = {}
         means = zip(names, (sums / counts).tolist(), counts.tolist(), strict=True)
         return {name: mean for name, mean, number in means if number > 0}
@@ -237,38 +243,48 @@ def fit(
     """
     check(settings)
     world, device, steps = accelerator.num_processes, accelerator.device, drafter.loss_steps()
-    groups = drafter.parameter_groups()
-    trained = [parameter for group in groups for parameter in group["params"]]
-    scales = [group["scale"] for group in groups]
-    optimizer = torch.optim.AdamW(
-        [{"params": group["params"]} for group in groups],
+    trained = sharding.Trained(
+        accelerator,
+        drafter,
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    model, optimizer = accelerator.prepare(drafter.train(), optimizer)
-    total_steps = settings.max_steps
-    if settings.num_epochs is not None:
-        total_steps = math.ceil(settings.num_epochs * len(loader) / settings.accumulation)
-
+    model, optimizer = trained.model, trained.optimizer
     set_seed(settings.seed + accelerator.process_index)  # noise differs between ranks
-    step, tokens, done, stopped, validation = 0, 0, False, False, None
+    step, tokens, epochs, done, stopped, validation = 0, 0, 0.0, False, False, None
+    step_epochs = settings.accumulation / len(loader)  # of one optimizer step
     averages = Averages(device)
     if resumed is not None:
-        step, tokens, validation = (resumed.state[k] for k in ("step", "tokens", "validation"))
+        step, tokens, epochs, validation = (
+            resumed.state[k] for k in ("step", "tokens", "epochs", "validation")
+        )
         own = resumed.of_rank(accelerator.process_index, world)
-        optimizer.load_state_dict(resumed.optimizer)
+        trained.load_optimizer_state(resumed.optimizer)
         loader.load_state_dict(own["loader"])
         averages.load_state_dict(own["averages"])
-        restore_random(own["random"])
+        if own["random"] is not None:
+            restore_random(own["random"])
+        if accelerator.is_main_process:
+            checkpoints.settle(resumed.folder, resumed.state)  # if killed before it could
+        if len(resumed.ranks) != world:
+            tracker.say(
+                f"{len(resumed.ranks)} processes began this run, {world} go on: each row still "
+                "comes once an epoch, in the same order; a step takes in "
+                f"{world * settings.accumulation} micro-batches (--training.accumulation)"
+            )
+    total_steps = settings.max_steps
+    if settings.num_epochs is not None:  # what remains, to the next whole step
+        total_steps = step + math.ceil((settings.num_epochs - epochs) / step_epochs - 1e-6)
+    if resumed is not None:
         ended = tokens >= settings.max_tokens if total_steps is None else step >= total_steps
         if ended:
             tracker.say(f"step {step}: the run is complete, nothing to resume")
             return {"step": step, "tokens": tokens, "stopped": False, "validation": validation}
 
     def save() -> None:
-        ranks = gather_object(
+        ranks = sharding.collect(
             [
                 {
                     "loader": loader.state_dict(),
@@ -277,10 +293,12 @@ def fit(
                 }
             ]
         )
+        trained.gather()
+        moments = trained.optimizer_state()
         if accelerator.is_main_process:
-            state = {"step": step, "tokens": tokens, "validation": validation}
-            checkpoints.save(drafter, state, ranks, optimizer.state_dict())
-        accelerator.wait_for_everyone()
+            state = {"step": step, "tokens": tokens, "epochs": epochs, "validation": validation}
+            checkpoints.save(drafter, state, ranks, moments)
+        sharding.collect([])  # nobody goes on before it is written
 
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
     tracker.start(step, tokens)
@@ -291,11 +309,14 @@ def fit(
             group = list(itertools.islice(batches, settings.accumulation))
             flags = torch.tensor([stop.received])
             counts = torch.cat([count(group, steps), flags.long()])
-            counts = accelerator.reduce(counts.to(device), "sum").cpu()
+            counts = sharding.total(counts.to(device)).cpu()
             stopped = counts[-1].item() > 0  # some rank was told to stop: all end with this step
             step, tokens = step + 1, tokens + counts[-2].item()
-            fraction = step / total_steps if total_steps else tokens / settings.max_tokens
-            for parameters, scale in zip(optimizer.param_groups, scales, strict=True):
+            epochs += step_epochs
+            fraction = tokens / settings.max_tokens if settings.max_tokens else step / total_steps
+            if settings.num_epochs:
+                fraction = 1.0 if step == total_steps else epochs / settings.num_epochs
+            for parameters, scale in zip(optimizer.param_groups, trained.scales, strict=True):
                 parameters["lr"] = scale * rate(settings, fraction)
 
             # Gradients are summed over micro-batches and averaged over ranks.
@@ -306,22 +327,19 @@ def fit(
             value = torch.zeros((), device=device)
             for number, batch in enumerate(group, start=1):
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                with accelerator.autocast():
+                with sharding.autocast(accelerator):
                     batch = featurize(batch)
-                if number < len(group):
-                    with accelerator.no_sync(model):
-                        loss = model(batch, weights)
-                        accelerator.backward(loss.value)
-                else:
+                with trained.micro_batch(last=number == len(group)):
                     loss = model(batch, weights)
                     accelerator.backward(loss.value)
                 value += loss.value.detach()
-                averages.add(loss.metrics)
-            norm = accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
+                real = batch["document_ids"] >= 0
+                averages.add({**loss.metrics, "packing": (real.sum(), real.numel())})
+            norm = trained.clip(settings.max_grad_norm)
             if not (math.isfinite(value) and math.isfinite(norm)):
                 raise ValueError(
                     f"step {step}: the loss is {value.item():g} and its gradient's norm "
-                    f"{float(norm):g}; {checkpoints.intact()}. Lower training.learning_rate "
+                    f"{norm:g}; {checkpoints.intact()}. Lower training.learning_rate "
                     f"({settings.learning_rate:g}) or set training.mixed_precision to no"
                 )
             optimizer.step()
@@ -333,19 +351,19 @@ def fit(
             done = fraction >= 1
             tracker.advance(step, fraction)
             if done or step % tracker.settings.log_every == 0:
-                numbers = averages.means(accelerator)
+                numbers = averages.means()
                 numbers |= {"lr": rate(settings, fraction), "tokens_per_second": counted / seconds}
                 tracker.log(step, tokens, numbers)
                 seconds, counted = 0.0, 0
             due = settings.validate_every and step % settings.validate_every == 0
             better = False
             if validate is not None and (due or done):
-                drafter.eval()
-                with torch.no_grad(), accelerator.autocast():
+                with trained.evaluating(), torch.no_grad(), sharding.autocast(accelerator):
                     validation = {"step": step, **validate()}
-                drafter.train()
                 tracker.validated(step, tokens, validation)
-                better = gather_object([checkpoints.is_better(validation)])[0]  # the main process's
+                better = sharding.collect([checkpoints.is_better(validation)])[
+                    0
+                ]  # the main process's
             regular = settings.save_every and step % settings.save_every == 0
             if done or stopped or better or regular:
                 save()

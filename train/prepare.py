@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from headstart.data import conversations
-from headstart.data.collate import Featurizer, Loader
+from headstart.data.collate import Loader
+from headstart.data.featurize import Featurizer
 from headstart.data.mixture import Mixture, check_weights
 from headstart.data.render import render_all
 from headstart.data.rows import Row
@@ -35,6 +35,7 @@ from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 from headstart.script import named
 from headstart.train.loop import TrainingConfig
+from headstart.train.sharding import collect, in_bf16
 
 STREAMED_FIRST = 4096
 """Conversations whose tokens choose the draft vocabulary, where not all can be counted."""
@@ -117,7 +118,7 @@ def check_data(config: DataConfig, verifier: Outline) -> None:
 def load_verifier(name: str, dtype: str, accelerator: Accelerator) -> Verifier:
     """The frozen verifier on this process's device; dtype auto follows the mixed precision."""
     if dtype == "auto":
-        dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+        dtype = "bfloat16" if in_bf16(accelerator) else "float32"
     with accelerator.main_process_first():  # which fetches it, where it is not here yet
         return Verifier.load(name, dtype, accelerator.device)
 
@@ -310,6 +311,6 @@ def make_validation(
     def validate() -> dict[str, Any]:
         drafting = Drafting(False, greedy)
         counts = replay_rows(drafter, mine, featurize, draft_length, greedy, drafting)
-        return summarise(gather_object(counts))
+        return summarise(collect(counts))
 
     return validate

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from headstart.data.collate import Featurizer
+from headstart.data.featurize import Featurizer
 from headstart.data.lock import only_writer
 from headstart.models import vocab
 from headstart.models.drafter import Batch, TrainableDrafter
@@ -22,6 +22,7 @@ from headstart.train import prepare
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.loop import TrainingConfig, fit, launch
 from headstart.train.prepare import Data, DataConfig
+from headstart.train.sharding import check_whole
 from headstart.train.tracking import Tracker, TrackingConfig
 
 Featurize = Callable[[Batch], Batch]
@@ -67,6 +68,8 @@ def train(
     """
     training = recipe.training
     accelerator = launch(training)
+    if joint is not None:
+        check_whole(accelerator, "joint")
     folder = Path(training.output_dir)
     writer = only_writer(folder / ".training.lock", f"training.output_dir {str(folder)!r}")
     with writer if accelerator.is_main_process else nullcontext():
@@ -138,6 +141,8 @@ def _train(
         validating = Featurizer(verifier, drafter.feature_layers)
     elif rewrite is not None:
         featurize = rewrite(drafter, featurize)
+        if featurize is not validating:
+            check_whole(accelerator, "on_policy")
     length = training.draft_length
     validate = prepare.make_validation(data, drafter, validating, length, accelerator)
     fit(model, loader, featurize, training, accelerator, tracker, checkpoints, validate, resumed)
