@@ -39,6 +39,7 @@ from headstart.data.decoding import answer, self_prompts, user_prefix
 from headstart.data.remote import RemoteVerifier
 from headstart.data.render import load_tokenizer
 from headstart.data.turns import Asking, Limits, Turns
+from headstart.models.adapter import join
 from headstart.models.sampling import Sampling, check_seed
 from headstart.models.verifier import Verifier
 from headstart.script import named
@@ -52,6 +53,8 @@ class Regenerate:
     """JSONL file to write (or to continue)."""
     verifier: str = "embedded/smollm2-135m"
     """Embedded name, local folder or Hub name."""
+    adapter: str | None = None
+    """LoRA adapter of the verifier, a folder or a Hub name."""
     prompts: str | None = None
     """JSONL file, folder or Hub data set with the prompts."""
     split: str = "train"
@@ -176,7 +179,8 @@ def answer_here(
     settings: Regenerate, prompts: list[Conversation], answers: AnswerFile
 ) -> tuple[Progress, list[str]]:
     """The verifier runs in this process; its own prompts come after the others."""
-    verifier = Verifier.load(settings.verifier, settings.dtype, settings.device)
+    name = join(settings.verifier, settings.adapter)
+    verifier = Verifier.load(name, settings.dtype, settings.device)
     asking = asked(settings, verifier.context_length)
     asking.limits.check(verifier.name)
     sources = [batches(prompts, settings.batch_size)]
@@ -263,6 +267,11 @@ def run(settings: Regenerate) -> None:
         raise ValueError(
             "self_prompt needs the verifier in this process: a server continues no half turns; "
             "leave --server out, or pass --prompts alone"
+        )
+    if settings.server and settings.adapter:
+        raise ValueError(
+            "adapter: a server has it already; leave --adapter out, and name the adapter that the "
+            "server gave it by --server_model"
         )
     if settings.prompts is None and settings.self_prompt < 1:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")

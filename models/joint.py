@@ -10,12 +10,9 @@ A checkpoint is the drafter's folder with the adapter in it.
 Legend: B rows, T slots, S steps, H verifier's hidden size.
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.models import losses
+from headstart.models.adapter import import_peft
 from headstart.models.drafter import Batch, Loss, TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.outline import Outline, first_line
@@ -95,7 +93,7 @@ class JointModel(nn.Module):
         """Attach a new adapter to the drafter's verifier, or that of a checkpoint."""
         super().__init__()
         config.check(drafter.verifier)
-        peft = import_peft()
+        peft = import_peft("joint")
         self.drafter, self.joint = drafter, config
         verifier = drafter.verifier
         self._held = (verifier,)  # all but its adapter is frozen, and saved elsewhere
@@ -192,7 +190,7 @@ def tune(verifier: Verifier, folder: Path) -> None:
     Raises:
         ValueError: the adapter is not there or damaged.
     """
-    peft = import_peft()
+    peft = import_peft("joint")
     try:
         adapted = peft.PeftModel.from_pretrained(verifier.model, folder / ADAPTER)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -203,19 +201,3 @@ def tune(verifier: Verifier, folder: Path) -> None:
     adapted.merge_and_unload()
     verifier.model.requires_grad_(False)
     verifier.name += f" tuned by {folder}"
-
-
-def import_peft() -> ModuleType:
-    """peft, which only a verifier that is trained needs.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    # peft 0.21 asks transformers 5.24 for a name that is to go
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ValueError(
-            "joint: training the verifier needs the package peft; pip install 'headstart[joint]'"
-        ) from error

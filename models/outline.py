@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from headstart.models import embedded, mimo
+from headstart.models import adapter, embedded, mimo
 
 NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
 
@@ -39,11 +39,12 @@ class Outline(NamedTuple):
 
 
 def locate(name: str) -> str | Path:
-    """Where transformers finds the model of this name.
+    """Where transformers finds the model of this name, which may have an adapter.
 
     Raises:
         ValueError: no such folder.
     """
+    name, _ = adapter.split(name)
     local = name.startswith(("/", ".", "~")) or name.count("/") > 1  # no name of the Hub
     if local and not Path(name).is_dir():
         what = "a file, not a folder" if Path(name).exists() else "no such folder"
@@ -61,8 +62,11 @@ def folder(name: str) -> Path:
     return path if path.is_dir() else Path(cached_file(name, "config.json")).parent
 
 
-def not_loaded(name: str, error: Exception) -> ValueError:
-    return ValueError(f"verifier {name!r} cannot be loaded: {first_line(error)} {NAMES}")
+def not_loaded(name: str, error: Exception, quantised: str | None = None) -> ValueError:
+    """`quantised`: the method that its weights are quantised by, if they are."""
+    what = f" is quantised ({quantised}) and" if quantised else ""
+    hint = "Pass the model it was made from." if quantised else NAMES
+    return ValueError(f"verifier {name!r}{what} cannot be loaded: {first_line(error)} {hint}")
 
 
 def context_length(config: PretrainedConfig) -> int:

@@ -10,9 +10,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils.logging import disable_progress_bar
 
+from headstart.models import adapter
 from headstart.models.cache import RaggedCache
 from headstart.models.decoder import Decoder, States
 from headstart.models.mimo import class_for
@@ -50,7 +57,7 @@ class Verifier(Decoder):
     def load(
         cls, name: str, dtype: str = "float32", device: torch.device | str = "cpu"
     ) -> "Verifier":
-        """Load `embedded/smollm2-135m`, a local folder, or a Hub name.
+        """Load `embedded/smollm2-135m`, a local folder, or a Hub name; or MODEL+ADAPTER.
 
         Args:
             dtype: float32 or bfloat16.
@@ -63,19 +70,24 @@ class Verifier(Decoder):
         check_device(device)
         path = locate(name)
         disable_progress_bar()  # one for a load of seconds, in between our own lines
+        quantised = None
         try:
             config = AutoConfig.from_pretrained(path)
+            quantised = quantisation(config)
             tokenizer = AutoTokenizer.from_pretrained(path)
             model, loaded = class_for(config).from_pretrained(
                 path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise not_loaded(name, error) from error
+        except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise not_loaded(name, error, quantised) from error
         if loaded["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(
                 f"verifier {name!r} lacks {len(loaded['missing_keys'])} of its tensors, "
                 f"{min(loaded['missing_keys'])} for one; is it a whole model, not a drafter?"
             )
+        _, adapter_name = adapter.split(name)
+        if adapter_name is not None:
+            model = adapter.merge(model, adapter_name)
         return cls(model.to(device), tokenizer, name)
 
     @property
@@ -116,6 +128,8 @@ class Verifier(Decoder):
 
     def _check_logits(self) -> None:
         """An architecture with another way from hidden state to logits must not pass silently."""
+        if self.device.type == "meta":  # only planned: there is nothing to compute
+            return
         ids = torch.tensor([[0, 1]], device=self.device) % self.vocab_size
         with torch.no_grad():
             own = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -163,6 +177,22 @@ class Verifier(Decoder):
             picked = rows[:: max(1, len(rows) // 4), :64].to(torch.bfloat16).contiguous()
             digest.update(picked.cpu().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+def quantisation(config: PretrainedConfig) -> str | None:
+    """The method that the weights are quantised by, if they are.
+
+    Raises:
+        ValueError: transformers does not know it, and would take the weights for missing.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(getattr(settings["quant_method"], "value", settings["quant_method"]))
+    if not AutoHfQuantizer.supports_quant_method(settings):
+        raise ValueError(f"transformers does not know the quantisation {method!r}.")
+    return method
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -19,6 +19,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from headstart.eval import engine_server
+from headstart.models.adapter import join, split
 from headstart.models.drafter import TrainableDrafter
 
 RUN_LENGTH = ("max_steps", "num_epochs", "max_tokens")
@@ -299,6 +300,7 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: Trainable
     trained_on = data.get("train")
     if isinstance(trained_on, dict):  # a mixture
         trained_on = ", ".join(trained_on)
+    verifier = join(str(verifier), recipe.get("adapter"))
     parts = [
         f"# A drafter for `{verifier}`",
         f"Made by headstart for speculative decoding: trained for {state['step']} optimizer steps, "
@@ -325,7 +327,10 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: Trainable
             "model": "THIS-FOLDER",
             "num_speculative_tokens": length,
         }
+        model, adapter = split(str(verifier))
+        if adapter is not None:
+            parts.append(f"Before it is served, merge the adapter `{adapter}` into its model.")
         more = engine_server.unchecked(drafter.config.to_dict())
-        words = engine_server.command(str(verifier), config, more)
+        words = engine_server.command(model, config, more)
         parts += ["Serve it:", f"    {engine_server.shown(words, {})}"]
     return "\n\n".join(parts) + "\n"

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from headstart.data.featurize import Featurizer
 from headstart.data.lock import only_writer
 from headstart.models import vocab
+from headstart.models.adapter import join
 from headstart.models.drafter import Batch, TrainableDrafter
 from headstart.models.joint import JointModel
 from headstart.models.joint_mtp import VERIFIER, JointMTP
@@ -36,6 +37,8 @@ class CommonRecipe:
     training: TrainingConfig
     verifier: str = "embedded/smollm2-135m"
     """Embedded name, local folder or Hub name of the model drafted for."""
+    adapter: str | None = None
+    """LoRA adapter of the verifier, which it is answered with: a folder or a Hub name."""
     verifier_dtype: str = "auto"
     """float32 or bfloat16; auto: bfloat16 where training's mixed precision is bf16."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -109,7 +112,7 @@ def _train(
         check(outline)
     prepare.check_depths(max_depth, training.draft_length, recipe.loss)
 
-    name = recipe.verifier
+    name = join(recipe.verifier, recipe.adapter)
     if resumed is not None and (resumed.folder / VERIFIER).is_dir():
         name = str(resumed.folder / VERIFIER)  # as far as it has been trained
     verifier = prepare.load_verifier(name, recipe.verifier_dtype, accelerator)
