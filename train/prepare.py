@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstart.data import conversations
 from headstart.data.collate import Loader
+from headstart.data.features import Cache, CachedFeaturizer
 from headstart.data.featurize import Featurizer
 from headstart.data.mixture import Mixture, check_weights
 from headstart.data.render import render_all
@@ -31,6 +32,7 @@ from headstart.models.drafter import (
 from headstart.models.loading import is_checkpoint, load_to_train, read_config
 from headstart.models.losses import LossConfig
 from headstart.models.outline import Outline
+from headstart.models.partial import PartialVerifier
 from headstart.models.sampling import Sampling
 from headstart.models.verifier import Verifier
 from headstart.script import named
@@ -70,6 +72,8 @@ class DataConfig:
     """Passed to the chat template; default: those recorded with the answers."""
     keep_states: bool = True
     """Keep the verifier's states in memory over epochs, where they fit; not when streaming."""
+    features: str | None = None
+    """Folder of states that data/features.py wrote; default: the verifier computes them."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -115,12 +119,23 @@ def check_data(config: DataConfig, verifier: Outline) -> None:
         )
 
 
-def load_verifier(name: str, dtype: str, accelerator: Accelerator) -> Verifier:
-    """The frozen verifier on this process's device; dtype auto follows the mixed precision."""
+def load_verifier(
+    name: str, dtype: str, accelerator: Accelerator, features: str | None = None
+) -> Verifier:
+    """The frozen verifier on this process's device; dtype auto follows the mixed precision.
+
+    Args:
+        features: folder of its cached states; then no more of it is loaded than they leave out.
+    """
     if dtype == "auto":
         dtype = "bfloat16" if in_bf16(accelerator) else "float32"
     with accelerator.main_process_first():  # which fetches it, where it is not here yet
-        return Verifier.load(name, dtype, accelerator.device)
+        if features is None:
+            return Verifier.load(name, dtype, accelerator.device)
+        cache = Cache(features)
+        cache.check_there()
+        known = cache.manifest["fingerprint"]
+        return PartialVerifier.read(name, dtype, accelerator.device, known)
 
 
 def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator) -> Data:
@@ -282,8 +297,12 @@ def make_loader(
 def make_featurizer(
     config: DataConfig, data: Data, drafter: TrainableDrafter, accelerator: Accelerator
 ) -> Featurizer:
-    """Adds the verifier's states, kept over epochs if the recipe says so."""
+    """Adds the verifier's states: cached on disk, or kept over epochs if the recipe says so."""
     documents = [row.input_ids for row in data.train + data.eval]
+    if config.features is not None:
+        return CachedFeaturizer(
+            config.features, drafter.verifier, drafter.feature_layers, documents
+        )
     num_tokens = sum(map(len, documents))
     return Featurizer(
         drafter.verifier,

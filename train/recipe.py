@@ -115,7 +115,10 @@ def _train(
     name = join(recipe.verifier, recipe.adapter)
     if resumed is not None and (resumed.folder / VERIFIER).is_dir():
         name = str(resumed.folder / VERIFIER)  # as far as it has been trained
-    verifier = prepare.load_verifier(name, recipe.verifier_dtype, accelerator)
+    whole = joint is not None or recipe.adapter is not None or kind == "draft_lm"
+    verifier = prepare.load_verifier(
+        name, recipe.verifier_dtype, accelerator, None if whole else recipe.data.features
+    )
     data = prepare.render_data(recipe.data, verifier, accelerator)
     if resumed is not None:
         drafter = load_checkpoint(resumed.folder, verifier, allow_verifier=None)

@@ -1,0 +1,116 @@
+"""A verifier without most of its layers: all that training reads of it when its states are cached.
+
+Embeddings, final norm and output head, and the last decoder layer, which drafters start from. It
+is read from safetensors files, tensor by tensor, so that the rest is never in memory.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
+
+from headstart.models.outline import NAMES, first_line, locate
+from headstart.models.verifier import Verifier
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class PartialVerifier(Verifier):
+    """It embeds and projects; it has no states of its own."""
+
+    _known: str
+
+    @classmethod
+    def read(
+        cls, name: str, dtype: str, device: torch.device | str, fingerprint: str
+    ) -> "PartialVerifier":
+        """Read what is needed of a local folder, a Hub name or `embedded/smollm2-135m`.
+
+        Args:
+            dtype: float32 or bfloat16.
+            fingerprint: of the whole verifier, which the cached states were written by. Whether
+                this is that one, `ends` tells.
+
+        Raises:
+            ValueError: no such model, or one that is not stored in safetensors under its own names.
+        """
+        path = locate(name)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            with init_empty_weights(include_buffers=False):  # Gemma's embedding has one
+                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            wanted = needed(model)
+            tensors = read_tensors(path, wanted, getattr(torch, dtype), device)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(
+                f"verifier {name!r} cannot be read in part: {first_line(error)} {NAMES}"
+            ) from error
+        model.load_state_dict(tensors, strict=False, assign=True)
+        model.tie_weights()
+        for module in model.modules():
+            for own, buffer in module.named_buffers(recurse=False):
+                module._buffers[own] = buffer.to(device)
+        missing = [n for n in wanted if model.state_dict()[n].is_meta]
+        if missing:
+            raise ValueError(
+                f"verifier {name!r} lacks {len(missing)} of its tensors, {min(missing)} for one"
+            )
+        with suppress(OSError):  # not every model has one
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        verifier = cls(model, tokenizer, name)
+        verifier._known = fingerprint
+        return verifier
+
+    def _check_logits(self) -> None:
+        """It was checked when the states were written, by the whole verifier."""
+
+    def fingerprint(self) -> str:
+        return self._known
+
+
+def needed(model: Any) -> list[str]:
+    """Names of all tensors but those of the decoder layers before the last."""
+    count = model.config.get_text_config().num_hidden_layers
+    layers = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    )
+    before = tuple(f"{layers}.{i}." for i in range(count - 1))
+    return [name for name in model.state_dict() if not name.startswith(before)]
+
+
+def read_tensors(
+    path: str | Path, names: list[str], dtype: torch.dtype, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Those of `names` that the model's safetensors files have; tied ones may lack."""
+    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        files = dict.fromkeys(names, _SINGLE)
+    else:
+        files = json.loads(Path(index).read_text())["weight_map"]
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted({files[name] for name in names if name in files}):
+        with safe_open(cached_file(path, file), framework="pt") as tensors:
+            here = set(tensors.keys())
+            for name in names:
+                if files.get(name) == file and name in here:
+                    found[name] = tensors.get_tensor(name).to(device, dtype)
+    return found
+
+
+def ends(verifier: Verifier) -> str:
+    """16 hex digits over vocabulary, embeddings and output head: what a part can be known by."""
+    digest = hashlib.sha256(json.dumps(sorted(verifier.tokenizer.get_vocab().items())).encode())
+    for weight in (verifier.model.get_input_embeddings().weight, verifier.head.weight):
+        rows = weight.detach()[:: max(1, len(weight) // 64)].to(torch.bfloat16).contiguous()
+        digest.update(rows.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
