@@ -22,6 +22,7 @@ from headstart.models.verifier import Verifier
 from headstart.train import prepare
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.loop import TrainingConfig, fit, launch
+from headstart.train.plan import plan
 from headstart.train.prepare import Data, DataConfig
 from headstart.train.sharding import check_whole
 from headstart.train.tracking import Tracker, TrackingConfig
@@ -46,6 +47,9 @@ class CommonRecipe:
     """Folder of a trained drafter to start from, headstart's or another program's; its shape
     replaces `drafter`. Ids that the data needs enter its draft vocabulary."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    plan: str | None = None
+    """Print the memory and disk that a run would need, from the verifier's config alone, and stop:
+    ddp:1, ddp:8, zero2:8, zero3:8 or fsdp2:8, launcher and processes."""
 
 
 def train(
@@ -69,6 +73,9 @@ def train(
         joint: of a drafter, and the folder of the checkpoint that it comes from, what is trained
             where its verifier is trained too; None: the verifier stays as it is.
     """
+    if recipe.plan is not None:
+        print(plan(recipe, kind, create, joint))
+        return
     training = recipe.training
     accelerator = launch(training)
     if joint is not None:
