@@ -96,17 +96,12 @@ class Loader:
     def order(self, epoch: int) -> list[list[int]]:
         """Row indices of every batch of an epoch; rank r has batches r, r + world_size, …"""
         if self._order[0] != epoch:
-
-            def slots(batch: list[int]) -> int:
-                longest = max(self.lengths[i] for i in batch)
-                return len(batch) * packing.rounded(longest, self.multiple)
-
             random = torch.Generator().manual_seed((self.seed << 20) + epoch)
             order = packing.dealt(
                 self._make_order(epoch),
                 self.world_size,
                 self.dealt,
-                None if self.packed else slots,
+                None if self.packed else packing.slots_of(self.lengths, self.multiple),
                 random if self.shuffle else None,
             )
             self._order = epoch, order

@@ -29,16 +29,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart.data.collate import by_length
+from headstart.data import conversations
 from headstart.data.featurize import Featurizer
+from headstart.data.lock import only_writer
+from headstart.data.packing import by_length
 from headstart.data.render import render_all
 from headstart.models.adapter import join
 from headstart.models.eagle3 import check_layers
 from headstart.models.partial import ends
 from headstart.models.verifier import Verifier
+from headstart.script import named, run_script
 
 SHARD_BYTES = 1 << 30
-_GROUP_TOKENS = 16384  # slots that the verifier runs over at once, where not one by one
+_AT_ONCE = {"cpu": 2048}  # slots that the verifier runs over, on such a device
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Features:
     adapter: str | None = None
     """LoRA adapter of the verifier, a folder or a Hub name."""
     layers: list[int] | None = None
-    """Residual streams to store, after layer l = 1 … n; default: EAGLE-3's; [] for heads."""
+    """Residual streams to store, after layer l = 1 … n; default: EAGLE-3's; [] for heads, EAGLE-1
+    and drafts by a language model, [n] for MTP."""
     max_length: int = 2048
     """Rows are cut at so many tokens: data.max_length of the training."""
     limit: int | None = None
@@ -66,6 +70,9 @@ class Features:
     dtype: str | None = None
     """What is stored, float32 or bfloat16; default: the verifier's."""
     device: str = "cpu"
+    """cpu, cuda, or auto: its layers on all GPUs of this machine."""
+    batch_tokens: int | None = None
+    """Tokens that the verifier runs over at once, 1: one row; default: 2048 on CPUs, else 16384."""
 
 
 def key(ids: Tensor) -> str:
@@ -267,6 +274,19 @@ def run(settings: Features) -> None:
         raise ValueError("data: name what will be trained on, such as --data '[train.jsonl]'")
     if settings.dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype {settings.dtype!r} is not supported; use float32 or bfloat16")
+    for name in ("max_length", "limit", "batch_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    for source in settings.data:
+        with named("data"):
+            conversations.find(source)  # before minutes are spent on weights
+    with only_writer(Path(settings.out) / ".writing.lock", f"out {settings.out!r}"):
+        store(settings)
+
+
+def store(settings: Features) -> None:
+    """Load the verifier and write what is not there yet."""
     verifier = Verifier.load(
         join(settings.verifier, settings.adapter), settings.verifier_dtype, settings.device
     )
@@ -309,7 +329,9 @@ def run(settings: Features) -> None:
     }
     try:
         cache.begin(manifest)
-        write(cache, Featurizer(verifier, layers, dtype=dtype), missing, of_token)
+        at_once = settings.batch_tokens or _AT_ONCE.get(verifier.device.type, 16384)
+        groups = by_length([len(ids) for ids in missing.values()], at_once)
+        write(cache, Featurizer(verifier, layers, dtype=dtype), missing, groups, of_token)
         cache.write_manifest(manifest | {"complete": True})
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -320,13 +342,15 @@ def run(settings: Features) -> None:
 
 
 def write(
-    cache: Cache, featurizer: Featurizer, documents: dict[str, Tensor], of_token: int
+    cache: Cache,
+    featurizer: Featurizer,
+    documents: dict[str, Tensor],
+    groups: list[list[int]],
+    of_token: int,
 ) -> None:
-    """Run the verifier over `documents` and store its states, `of_token` bytes a token."""
+    """Run the verifier over groups of `documents`, store its states, `of_token` bytes a token."""
     names = list(documents)
     lengths = [len(documents[name]) for name in names]
-    alone = [[i] for i in range(len(names))]
-    groups = alone if featurizer.alone else by_length(lengths, _GROUP_TOKENS)
     pending: list[tuple[str, Tensor]] = []
     held = 0  # bytes
     with torch.no_grad(), tqdm(total=sum(lengths), unit="token", disable=None) as bar:
@@ -344,6 +368,4 @@ def write(
 
 
 if __name__ == "__main__":
-    from headstart.script import run_script
-
     run_script(Features, run)

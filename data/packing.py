@@ -76,6 +76,15 @@ def grouped(
     return [[order[i] for i in group] for group in groups]
 
 
+def slots_of(lengths: Sequence[int], multiple: int) -> Callable[[list[int]], int]:
+    """Of a batch of unpacked rows of these lengths, as indices: its slots, padding included."""
+
+    def slots(batch: list[int]) -> int:
+        return len(batch) * rounded(max(lengths[i] for i in batch), multiple)
+
+    return slots
+
+
 def dealt(
     batches: list[list[int]],
     ranks: int,

@@ -81,6 +81,7 @@ class Regenerate:
     dtype: str = "float32"
     """float32 or bfloat16."""
     device: str = "cpu"
+    """cpu, cuda, or auto: its layers on all GPUs of this machine."""
     server: str | None = None
     """URL of an OpenAI-compatible server of the verifier; default: it runs in this process."""
     server_model: str | None = None

@@ -21,7 +21,8 @@ class StreamLoader:
     The contract is `collate.Loader`'s, but rows are packed and shuffled in windows of a thousand,
     in the order of the data: what lies sorted in a file is trained on sorted. Each rank reads all
     rows and has every `world_size`-th batch. `state_dict` after a batch continues with the next
-    one, by reading its window again.
+    one, by reading its window again; with another number of ranks, the rest of the window is dealt
+    out anew.
 
     Args:
         mixture: where conversations come from, and `selection` which of their rows are kept.
@@ -57,6 +58,7 @@ class StreamLoader:
 
     def _begin_pass(self) -> None:
         self.window = self.index = 0  # batches of this window that this rank has had
+        self.dealt: list[tuple[int, int]] = []  # of this window: as of `collate.Loader`
         self.mixture.restart()
         self.begin = {"mixture": self.mixture.state_dict(), "audit": asdict(Audit())}
 
@@ -76,12 +78,15 @@ class StreamLoader:
                 raise ValueError(
                     f"data.train: {len(rows)} rows cannot be shared by {self.world_size} processes"
                 )
-            mine = self._batches(rows)[self.rank :: self.world_size]
+            batches = self._batches(rows)
+            if sum(map(len, batches)) < self.world_size:
+                batches = []  # too few are left of a window that fewer ranks began
+            mine = batches[self.rank :: self.world_size]
             for index in range(self.index, len(mine)):
                 self.index = index + 1
                 chosen = [rows[i] for i in mine[index]]
                 yield collate(chosen, self.max_length, self.packed, self.pad_id, self.multiple)
-            self.window, self.index = self.window + 1, 0
+            self.window, self.index, self.dealt = self.window + 1, 0, []
         self.epoch += 1
         self.say(f"pass {self.epoch} over the training data: {self.selection.audit}")
         self._begin_pass()
@@ -89,14 +94,15 @@ class StreamLoader:
     def _windows(self) -> Iterator[tuple[dict[str, Any], list[Row]]]:
         """Where each window begins, and its rows.
 
-        One ends where it has `packing.WINDOW` rows and as many as there are ranks come after it:
-        so the last one has a row for every rank.
+        One ends where it has `packing.WINDOW` rows and enough come after it: so the last one has a
+        row for every rank, and windows are the same for any number of ranks up to a quarter of it.
         """
+        least = max(packing.WINDOW // 4, self.world_size)
         begin, rows = self.begin, []
         border, size = None, 0  # where the next window begins, and the rows before that
         for conversation in self.mixture:
             rows += self.selection.rows(conversation)
-            if border is not None and len(rows) - size >= self.world_size:
+            if border is not None and len(rows) - size >= least:
                 yield begin, rows[:size]
                 begin, rows, border = border, rows[size:], None
             if border is None and len(rows) >= packing.WINDOW:
@@ -113,18 +119,19 @@ class StreamLoader:
             lengths, self.batch_tokens, self.max_length, self.packed, self.multiple, random
         )
         groups = [groups[i] for i in torch.randperm(len(groups), generator=random).tolist()]
-        return packing.dealt(groups, self.world_size)
+        slots = None if self.packed else packing.slots_of(lengths, self.multiple)
+        return packing.dealt(groups, self.world_size, self.dealt, slots, random)
 
     def _identity(self) -> dict[str, Any]:
-        names = ("batch_tokens", "max_length", "packed", "multiple", "seed", "world_size")
+        names = ("batch_tokens", "max_length", "packed", "multiple", "seed")
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        place = {name: getattr(self, name) for name in ("epoch", "window", "index", "begin")}
-        return place | self._identity()
+        place = ("epoch", "window", "index", "begin", "dealt", "world_size")
+        return {name: getattr(self, name) for name in place} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state` was taken.
+        """Continue after the batch at which `state` was taken, with any number of ranks.
 
         Raises:
             ValueError: other data or settings: the batches would not be the same.
@@ -134,3 +141,7 @@ class StreamLoader:
         self.epoch, self.window, self.index, self.begin = (
             state[name] for name in ("epoch", "window", "index", "begin")
         )
+        self.dealt = list(state["dealt"])
+        if state["world_size"] != self.world_size and self.index:
+            self.dealt.append((state["world_size"], self.index))
+            self.index = 0

@@ -172,8 +172,9 @@ class Decoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        features = torch.cat([recorded[layer] for layer in layers], dim=-1) if layers else None
-        return States(features, output.last_hidden_state)
+        last = output.last_hidden_state
+        wanted = [recorded[layer].to(last.device) for layer in layers]  # it may be spread over GPUs
+        return States(torch.cat(wanted, dim=-1) if wanted else None, last)
 
     def _model_mask(self, seen: Tensor) -> Tensor:
         """bool [B, n, S] -> additive [B, 1, n, S], which every attention implementation takes."""

@@ -3,10 +3,12 @@
 Known here, its folders load without the code that they bring along.
 """
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -36,3 +38,10 @@ def class_for(config: PretrainedConfig) -> type:
     transformers knows no MiMo; as such, its module would be reported as unexpected."""
     named = MiMoForCausalLM.__name__ in (config.architectures or [])
     return MiMoForCausalLM if named else AutoModelForCausalLM
+
+
+def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model whose weights nobody has loaded."""
+    made_by = class_for(config)
+    make = made_by.from_config if made_by is AutoModelForCausalLM else made_by._from_config
+    return make(config, dtype=dtype)

@@ -66,7 +66,8 @@ def not_loaded(name: str, error: Exception, quantised: str | None = None) -> Val
     """`quantised`: the method that its weights are quantised by, if they are."""
     what = f" is quantised ({quantised}) and" if quantised else ""
     hint = "Pass the model it was made from." if quantised else NAMES
-    return ValueError(f"verifier {name!r}{what} cannot be loaded: {first_line(error)} {hint}")
+    reason = first_line(error).rstrip(".")
+    return ValueError(f"verifier {name!r}{what} cannot be loaded: {reason}. {hint}")
 
 
 def context_length(config: PretrainedConfig) -> int:

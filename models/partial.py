@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
+from headstart.models import mimo
 from headstart.models.outline import NAMES, first_line, locate
 from headstart.models.verifier import Verifier
 
@@ -46,7 +47,7 @@ class PartialVerifier(Verifier):
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
             with init_empty_weights(include_buffers=False):  # Gemma's embedding has one
-                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+                model = mimo.from_config(config, getattr(torch, dtype))
             wanted = needed(model)
             tensors = read_tensors(path, wanted, getattr(torch, dtype), device)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

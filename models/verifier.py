@@ -61,13 +61,16 @@ class Verifier(Decoder):
 
         Args:
             dtype: float32 or bfloat16.
+            device: auto: layer by layer on all GPUs of this machine, one GPU at work at a time.
 
         Raises:
             ValueError: no such model or device, or a model that cannot be drafted for.
         """
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"verifier dtype {dtype!r} is not supported; use float32 or bfloat16")
-        check_device(device)
+        spread = device == "auto"
+        if not spread:
+            check_device(device)
         path = locate(name)
         disable_progress_bar()  # one for a load of seconds, in between our own lines
         quantised = None
@@ -76,7 +79,11 @@ class Verifier(Decoder):
             quantised = quantisation(config)
             tokenizer = AutoTokenizer.from_pretrained(path)
             model, loaded = class_for(config).from_pretrained(
-                path, config=config, dtype=getattr(torch, dtype), output_loading_info=True
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+                device_map="auto" if spread else None,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise not_loaded(name, error, quantised) from error
@@ -88,7 +95,9 @@ class Verifier(Decoder):
         _, adapter_name = adapter.split(name)
         if adapter_name is not None:
             model = adapter.merge(model, adapter_name)
-        return cls(model.to(device), tokenizer, name)
+        if any(weight.is_meta for weight in model.parameters()):  # put off to main memory or disk
+            raise ValueError(f"device 'auto': {name!r} does not fit on the GPUs of this machine")
+        return cls(model if spread else model.to(device), tokenizer, name)
 
     @property
     def device(self) -> torch.device:

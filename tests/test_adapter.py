@@ -92,6 +92,6 @@ def test_quantised_verifier_that_cannot_be_loaded_here_is_refused_by_name(
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"verifier '.*'.* {method}|'{method}'") as caught:
+    with pytest.raises(ValueError, match=rf"[('\"]{method}[)'\"]") as caught:
         Verifier.load(str(folder))
     assert "\n" not in str(caught.value) and "cannot be loaded" in str(caught.value)

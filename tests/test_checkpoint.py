@@ -91,6 +91,55 @@ def test_best_survives_a_resume(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve().name == "step-000001"
 
 
+def test_best_is_found_after_a_kill_right_before_it_was_pointed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    settle = Checkpoints.settle
+
+    def killed(self: Checkpoints, target: Path, state: dict[str, Any]) -> None:
+        if state["step"] == 2:
+            raise Killed
+        settle(self, target, state)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Checkpoints, "settle", killed)
+        train(tmp_path, max_steps=4, validate_every=1, validate=measures(1.1, 1.5))
+    assert (tmp_path / "best").resolve().name == "step-000001"
+    train(tmp_path, max_steps=4, validate_every=1, validate=measures(1.2, 1.3), resume=True)
+    assert (tmp_path / "best").resolve().name == "step-000002"
+
+
+def test_resume_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, max_steps=3, save_every=1, keep_last=3)
+    for broken in ("step-000002", "step-000003"):
+        (tmp_path / "checkpoints" / broken / "config.json").unlink()
+    resumed = []
+
+    def save(self: Checkpoints, *_: Any) -> None:
+        resumed.extend(names(tmp_path))
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.warns(UserWarning, match="skipping broken checkpoint"):
+        train(tmp_path, max_steps=3, keep_last=1, resume=True)
+    assert resumed[:1] == ["step-000001"]
+
+
+def test_checkpoint_of_an_earlier_version_is_told_apart(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=1)
+    file = tmp_path / "checkpoints" / "step-000001" / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    del state["epochs"]
+    file.write_text(json.dumps(state))
+    with (
+        pytest.warns(UserWarning, match=r"state\.json: it is of an earlier version; .*--init_from"),
+        pytest.raises(ValueError, match="no checkpoint in"),
+    ):
+        train(tmp_path, max_steps=2, resume=True)
+
+
 def test_run_folder_can_be_moved(tmp_path: Path) -> None:
     train(tmp_path / "old", max_steps=1, validate=measures(1.5))
     (tmp_path / "old").rename(tmp_path / "new")
@@ -172,7 +221,7 @@ def checkpoint_of_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drafter = tiny_run.Eagle3.create(
         VERIFIER, tiny_run.Eagle3Config(), tiny_run.LossConfig(), torch.ones(64)
     )
-    state = {"step": 1, "tokens": 0, "validation": None}
+    state = {"step": 1, "tokens": 0, "epochs": 0.0, "validation": None}
     Checkpoints(folder, 2, RECIPE).save(drafter, state, [{}], {})
     return folder
 
@@ -231,7 +280,7 @@ def test_process_killed_while_saving_leaves_nothing_behind(
     train(tmp_path, max_steps=4, save_every=2)
     before = losses(tmp_path)
     drafter = load_checkpoint(tmp_path / "checkpoints" / "step-000004", VERIFIER)
-    state = {"step": 5, "tokens": 0, "validation": None}
+    state = {"step": 5, "tokens": 0, "epochs": 0.0, "validation": None}
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(json, "dumps", killed)  # the last file of a checkpoint
         Checkpoints(tmp_path, 2, {}).save(drafter, state, [{}], {})

@@ -4,7 +4,6 @@ import pytest
 import tiny
 import torch
 
-from headstart.data import collate as collate_file
 from headstart.data import packing
 from headstart.data.collate import Loader, collate
 from headstart.data.conversations import Conversation

@@ -23,6 +23,7 @@ def write(settings: CommonRecipe, out: Path, **changes: Any) -> str:
         "data": [data.train, data.eval],
         "verifier": settings.verifier,
         "max_length": data.max_length,
+        "batch_tokens": 1,  # states of a row alone, to the bit
     }
     features.run(Features(str(out), **wanted | changes))
     return str(out)

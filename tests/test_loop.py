@@ -222,8 +222,11 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 def test_another_number_of_processes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run(TWO_RANKS, tmp_path / "two", "max_steps=2", "log_every=3").returncode == 0
-    settings = {"max_steps": 4, "accumulation": 2, "log_every": 3}
+    killed = run(
+        TWO_RANKS, tmp_path / "two", "max_steps=4", "log_every=3", "save_every=2", "kill_at=3"
+    )
+    assert killed.returncode != 0
+    settings = {"max_steps": 4, "accumulation": 2, "log_every": 3}  # step 3's line spans the change
     train(tmp_path / "two", resume=True, **settings)
     assert "2 processes began this run, 1 go on: each row still comes" in capsys.readouterr().out
     train(tmp_path / "one", **settings)

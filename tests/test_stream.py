@@ -2,6 +2,7 @@
 
 import copy
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,40 @@ def test_a_resumed_stream_goes_on_with_the_next_batch(source, tmp_path, packed, 
         resumed.load_state_dict(states[stop])
         rest = [b["input_ids"] for b, _ in zip(batches(resumed), range(5), strict=False)]
         assert all(torch.equal(a, b) for a, b in zip(expected[stop : stop + 5], rest, strict=True))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("before, after", [(1, 2), (3, 2), (2, 4), (2, 1)])
+def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(source, packed, before, after):
+    def ranks(number):
+        return [
+            loader(source, packed=packed, rank=r, world_size=number, seed=3) for r in range(number)
+        ]
+
+    for stop in (0, 1, 4, 6):
+        begun, seen = ranks(before), []
+        for rank in begun:
+            seen += [prompts(batch) for batch in islice(rank, stop)]
+        states = [json.loads(json.dumps(rank.state_dict())) for rank in begun]
+        assert all(state["dealt"] == [] and state["epoch"] == 0 for state in states)
+        resumed = ranks(after)
+        for rank in resumed:
+            rank.load_state_dict(states[0])
+        rest = [of_pass(rank) for rank in resumed]
+        assert len({len(batches) for batches in rest}) == 1
+        assert sorted(rows_of(seen) + rows_of(rows_of(rest))) == KEPT
+
+
+def test_a_run_may_change_its_number_of_ranks_twice_in_a_window(source):
+    seen, state = [], None
+    for number, stop in ((1, 2), (3, 1), (2, 99)):
+        streams = [loader(source, rank=r, world_size=number) for r in range(number)]
+        for stream in streams:
+            if state is not None:
+                stream.load_state_dict(state)
+            seen += [prompts(batch) for batch in islice(stream, stop)]
+        state = copy.deepcopy(streams[0].state_dict())
+    assert sorted(rows_of(seen)) == KEPT
 
 
 def test_what_was_left_out_is_said_after_each_pass_and_counted_over_a_resume(source):

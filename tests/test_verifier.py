@@ -168,6 +168,31 @@ def test_cuda_without_a_gpu_is_one_line() -> None:
     one_line(caught)
 
 
+def test_layers_may_be_put_on_whatever_devices_there_are(tmp_path: Path) -> None:
+    folder = save_verifier(tiny_verifier(), tmp_path / "model")
+    one, spread = Verifier.load(folder), Verifier.load(folder, device="auto")
+    assert spread.fingerprint() == one.fingerprint()
+    ids = IDS % one.vocab_size
+    for own, other in zip(one.states(ids, (1, 3)), spread.states(ids, (1, 3)), strict=True):
+        close(own, other.to(own.device))
+
+
+def test_layers_that_found_no_room_on_the_devices_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_verifier(tiny_verifier(), tmp_path / "model")
+    load = AutoModelForCausalLM.from_pretrained
+
+    def without_room(*args, device_map, **kwargs):
+        assert device_map == "auto"
+        layer = {"model.layers.1": "disk", "": "cpu"}
+        return load(*args, device_map=layer, offload_folder=tmp_path / "disk", **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without_room)
+    with pytest.raises(ValueError, match=r"^device 'auto': .* does not fit on the GPUs of this"):
+        Verifier.load(folder, device="auto")
+
+
 def test_folder_without_all_tensors_is_refused(tmp_path: Path) -> None:
     """transformers would fill in random ones; a drafter's folder looks just like this."""
     folder = saved(tiny_verifier(), tmp_path)

@@ -127,6 +127,7 @@ def train(
     result = fit(
         drafter, loader, featurize, config, accelerator, tracker, checkpoints, validate, resumed
     )
+    accelerator.end_training()
     return drafter, result
 
 

@@ -163,15 +163,19 @@ class Checkpoints:
 
     def settle(self, target: Path, state: dict[str, Any]) -> None:
         """Point `best` at the new checkpoint if it is, and drop those no longer kept."""
+        self.point_best(target, state)
+        best = self.best.resolve()
+        for folder in self.steps()[: -self.keep_last]:
+            if folder.resolve() != best:
+                remove(folder)
+
+    def point_best(self, target: Path, state: dict[str, Any]) -> None:
+        """Point `best` at this checkpoint, if its validation is better."""
         if self.is_better(state["validation"], state["step"]):
             link = self.output_dir / ".best.partial"
             link.unlink(missing_ok=True)
             link.symlink_to(target.relative_to(self.output_dir), target_is_directory=True)
             link.replace(self.best)
-        best = self.best.resolve()
-        for folder in self.steps()[: -self.keep_last]:
-            if folder.resolve() != best:
-                remove(folder)
 
     def is_better(self, validation: dict[str, Any] | None, step: int | None = None) -> bool:
         """Whether a validation (of `step`, if given) beats the best checkpoint's τ."""
@@ -208,7 +212,7 @@ def read(folder: Path) -> Saved:
     return Saved(
         folder,
         part("recipe.yaml", lambda file: yaml.safe_load(file.read_text())),
-        part("resume/state.json", read_json),
+        part("resume/state.json", read_progress),
         part("resume/ranks.pt", read_state),
         part("resume/optimizer.pt", read_state),
     )
@@ -221,6 +225,13 @@ def weight_names(file: Path) -> list[str]:
 
 def read_json(file: Path) -> Any:
     return json.loads(file.read_text())
+
+
+def read_progress(file: Path) -> dict[str, Any]:
+    progress = read_json(file)
+    if "epochs" not in progress:
+        raise ValueError("it is of an earlier version; begin anew, with --init_from this folder")
+    return progress
 
 
 def read_state(file: Path) -> Any:

@@ -161,6 +161,20 @@ def rate(settings: TrainingConfig, fraction: float) -> float:
     return settings.learning_rate * (settings.floor + (1 - settings.floor) * cosine)
 
 
+def epochs_of_step(loader: Loader, settings: TrainingConfig) -> float:
+    """Passes over the data that an optimizer step takes in; 0 of a stream, whose length is unknown.
+
+    Raises:
+        ValueError: a stream, of which passes are asked for.
+    """
+    try:
+        return settings.accumulation / len(loader)
+    except ValueError:
+        if settings.num_epochs is not None:
+            raise
+        return 0.0
+
+
 def count(batches: list[Batch], steps: range) -> Tensor:
     """Supervised slots of each step over some batches, then their tokens: long [S + 1]."""
     counts = torch.zeros(len(steps) + 1, dtype=torch.long)
@@ -254,7 +268,7 @@ def fit(
     model, optimizer = trained.model, trained.optimizer
     set_seed(settings.seed + accelerator.process_index)  # noise differs between ranks
     step, tokens, epochs, done, stopped, validation = 0, 0, 0.0, False, False, None
-    step_epochs = settings.accumulation / len(loader)  # of one optimizer step
+    step_epochs = epochs_of_step(loader, settings)
     averages = Averages(device)
     if resumed is not None:
         step, tokens, epochs, validation = (
@@ -267,7 +281,7 @@ def fit(
         if own["random"] is not None:
             restore_random(own["random"])
         if accelerator.is_main_process:
-            checkpoints.settle(resumed.folder, resumed.state)  # if killed before it could
+            checkpoints.point_best(resumed.folder, resumed.state)  # if killed before
         if len(resumed.ranks) != world:
             tracker.say(
                 f"{len(resumed.ranks)} processes began this run, {world} go on: each row still "
@@ -361,9 +375,8 @@ def fit(
                 with trained.evaluating(), torch.no_grad(), sharding.autocast(accelerator):
                     validation = {"step": step, **validate()}
                 tracker.validated(step, tokens, validation)
-                better = sharding.collect([checkpoints.is_better(validation)])[
-                    0
-                ]  # the main process's
+                judged = sharding.collect([checkpoints.is_better(validation)])
+                better = judged[0]  # the main process's
             regular = settings.save_every and step % settings.save_every == 0
             if done or stopped or better or regular:
                 save()

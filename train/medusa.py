@@ -10,7 +10,8 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.models.joint import ADAPTER, JointConfig, JointModel, import_peft
+from headstart.models.adapter import import_peft
+from headstart.models.joint import ADAPTER, JointConfig, JointModel
 from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa, MedusaConfig
 from headstart.models.outline import Outline
@@ -32,7 +33,7 @@ class Recipe(CommonRecipe):
 def run(recipe: Recipe) -> None:
     """Train to the end of the recipe's budget."""
     if recipe.joint is not None:
-        import_peft()  # what is not there is said before minutes are spent on weights and data
+        import_peft("joint")  # said before minutes are spent on weights and data
 
     def joint(drafter: Medusa, folder: Path | None) -> JointModel:
         return JointModel(drafter, recipe.joint, folder and folder / ADAPTER)

@@ -12,16 +12,19 @@ vocabulary.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, masking_utils
 
+from headstart.models import mimo
 from headstart.models.drafter import Batch, TrainableDrafter
+from headstart.models.heads import HeadsDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.outline import NAMES, first_line, locate
 from headstart.models.partial import needed
@@ -62,7 +65,7 @@ class Weightless(Verifier):
         try:
             config = AutoConfig.from_pretrained(path)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+                model = mimo.from_config(config, getattr(torch, dtype))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"verifier {name!r}: its config cannot be read: {first_line(error)} {NAMES}"
@@ -224,9 +227,7 @@ def saved_bytes(
     drafter = drafter.to(torch.bfloat16) if bf16 else drafter  # as autocast would
     verifier, dtype = drafter.verifier, torch.bfloat16 if bf16 else torch.float32
     own = {weight.untyped_storage()._cdata for weight in drafter.parameters()}
-    kept: dict[
-        int, Tensor
-    ] = {}  # one for each storage, held so that none is freed and counted anew
+    kept: dict[int, Tensor] = {}  # by storage; held, so that none is freed and counted anew
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -251,7 +252,7 @@ def saved_bytes(
         features=features,
     )
     given = {t.untyped_storage()._cdata for t in (slots, states, features)}
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor), _one_document_a_row():
         for hidden in drafter.unroll(batch, steps):
             pack(hidden)
     saved = sum(
@@ -259,8 +260,20 @@ def saved_bytes(
         for storage, tensor in kept.items()
         if storage not in given
     )
-    mask = rows * width * width * dtype.itemsize if data.packed and drafter.feature_layers else 0
+    attends = not isinstance(drafter, HeadsDrafter)
+    mask = rows * width * width * dtype.itemsize if data.packed and attends else 0
     return saved + mask
+
+
+@contextmanager
+def _one_document_a_row() -> Iterator[None]:
+    """Keep transformers from looking for documents in positions, which have no values here."""
+    looking = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looking
 
 
 def loss_bytes(drafter: TrainableDrafter, slots: int, config: LossConfig) -> int:

@@ -83,6 +83,11 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name} is {value}; it must be {least} or more")
+        if self.features is not None and self.streaming:
+            raise ValueError(
+                f"data.features is {self.features!r}, but what is streamed has no states on disk; "
+                "pass --data.streaming false, or --data.features null"
+            )
         with named("data.train"):
             check_weights(self.weights)
 
@@ -101,8 +106,8 @@ class Data:
     eval: list[Row]
     token_counts: Tensor
     """[V], how often each id is supervised; when streaming, in the first conversations."""
-    selection: Selection
-    """Which rows are trained on."""
+    selection: Selection | None = None
+    """Which rows are trained on; needed to stream them."""
 
 
 def check_data(config: DataConfig, verifier: Outline) -> None:

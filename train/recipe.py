@@ -84,6 +84,7 @@ def train(
     writer = only_writer(folder / ".training.lock", f"training.output_dir {str(folder)!r}")
     with writer if accelerator.is_main_process else nullcontext():
         _train(recipe, accelerator, kind, create, check, max_depth, rewrite, joint)
+    accelerator.end_training()  # else a process may abort at its exit, while others talk to it
 
 
 def _train(

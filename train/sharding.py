@@ -270,7 +270,7 @@ class Trained:
         main = self.accelerator.is_main_process
         whole: dict[int, dict[str, Tensor]] = {}
         for i, step in number.items():
-            whole[i] = {"step": step}
+            whole[i] = {"step": step.clone()}  # each counts its own
             for name in _MOMENTS:
                 moment = find(i, name)  # of all processes together
                 if main:
@@ -305,7 +305,7 @@ class Trained:
         flats = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups
         step = state[0]["step"]
         for flat in flats:  # as AdamW's first step would
-            zero.optimizer.state[flat] = {"step": step.to(flat.device)} | {
+            zero.optimizer.state[flat] = {"step": step.to(flat.device, copy=True)} | {
                 name: torch.zeros_like(flat) for name in _MOMENTS
             }
         if not third:
