@@ -1,6 +1,6 @@
 """Whatever the launcher shares out: the same training, and checkpoints that any other takes up.
 
-The launches are slow; each has two processes on the CPU, as recipes/accelerate says.
+Each launch has two processes on the CPU, as recipes/accelerate says.
 """
 
 import importlib.util
@@ -97,12 +97,12 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, launcher: str
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_shared_weights_are_whole_where_drafts_are_replayed(tmp_path: Path, launcher: str) -> None:
     settings = {"max_steps": 2, "validate_every": 1, "replayed": 3}
     succeed(launch(launcher, tmp_path / "two", **settings))
     train(tmp_path / "one", accumulation=2, **settings)
+    same(tmp_path / "two", tmp_path / "one", 2)
     two, one = (
         [line["validation"] for line in tiny_run.lines(tmp_path / run, "validation")]
         for run in ("two", "one")
