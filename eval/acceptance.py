@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headstart.data import render
+from headstart.data import conversations, render
 from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval import report, trial
@@ -173,6 +173,13 @@ def timed_replay(
     length, drafting = settings.draft_length, run.drafts
     counts = replay_rows(drafter, rows, featurize, length, run.law, drafting, max_new_tokens)
     return counts, time.monotonic() - began
+
+
+def check_data(settings: Measurement) -> None:
+    """Raise a ValueError for data that is not there."""
+    for number, one in enumerate(settings.runs):
+        with named(f"runs[{number}].data"):
+            conversations.find(one.data)
 
 
 def read_rows(verifier: Verifier, run: RunSettings, settings: Measurement) -> list[Row]:
@@ -380,6 +387,7 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
 def run(settings: Acceptance) -> None:
     """Measure, print, and write the report."""
     out = report.folder(settings.out)  # before anything is measured that could not be written
+    check_data(settings)
     verifier, drafter = load_pair(
         settings.verifier,
         settings.drafter,

@@ -23,7 +23,7 @@ from headstart.eval.replay import turns
 from headstart.eval.side_by_side import Compared
 from headstart.eval.trial import pick
 from headstart.models import loading, trees
-from headstart.models.loading import load
+from headstart.models.loading import check_name, load
 from headstart.models.verifier import Verifier
 from headstart.script import named
 
@@ -251,6 +251,9 @@ def run(settings: Compare) -> None:
 
 def measure_all(settings: Compare, names: list[str], out: Path) -> None:
     """The same, of drafters with these short names."""
+    acceptance.check_data(settings)
+    for name in settings.drafters:
+        check_name(name, verifier_name(settings))
     verifier = Verifier.load(verifier_name(settings), settings.dtype, settings.device)
     rows = [acceptance.read_rows(verifier, one, settings) for one in settings.runs]
     wanted = [

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from headstart.models import imports, mtp_native
-from headstart.models.draft_lm import DraftLM, DraftLMConfig, load_lm, parse_cut
+from headstart.models.draft_lm import (
+    DraftLM,
+    DraftLMConfig,
+    check_layers,
+    load_lm,
+    parse_cut,
+    parse_layers,
+)
 from headstart.models.drafter import Drafter, TrainableDrafter, explained, made_for
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3
@@ -22,6 +29,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.medusa import Medusa
 from headstart.models.mtp import MTP
 from headstart.models.mtp_layouts import MTPConfig
+from headstart.models.outline import Outline
 from headstart.models.verifier import Verifier
 from headstart.script import named, options
 
@@ -73,6 +81,18 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
     return load_checkpoint(name, verifier, allow_verifier, dtype).eval()
 
 
+def check_name(name: str, verifier: str) -> None:
+    """Raise a ValueError for options or layers in a drafter's name that this verifier lacks:
+    its config alone is read."""
+    kind = name.partition(":")[0]
+    with named(f"drafter {name!r}"):
+        if kind in LOOKUPS:
+            lookup, config = LOOKUPS[kind]
+            lookup(options(name, config))
+        elif kind == "layers":
+            check_layers(parse_layers(name), Outline.read(verifier))
+
+
 def is_checkpoint(name: str) -> bool:
     """Whether this names a folder that headstart should have saved: no lookup, no model, no drafter
     of another program."""
@@ -111,6 +131,7 @@ def load_pair(
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
             "embedded/smollm2-135m"
         )
+    check_name(drafter, name)
     loaded = Verifier.load(name, dtype, device)
     if tunes_verifier(drafter):
         made = load_checkpoint(drafter, loaded, None).eval()  # its adapter does not go with a copy

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.loading import load_checkpoint, load_pair, load_to_train
 from headstart.models.losses import LossConfig
+from headstart.models.verifier import Verifier
 
 VERIFIER = tiny.verifier()
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -93,3 +94,21 @@ def test_weights_of_which_no_drafts_come_are_refused(folder, name, change, said)
     with pytest.raises(ValueError, match=f"^drafter .*{said}") as caught:
         load_checkpoint(folder, VERIFIER)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layers:40", r"drafter 'layers:40': layers must be ids in 0 … 7 of .*, got 40"),
+        ("layers:x", r"drafter 'layers:x': 'x' is no layer"),
+        ("prompt-lookup:max_ngram=0", r"drafter 'prompt-lookup:max_ngram=0': .*max_ngram"),
+        ("prompt-lookup:nope=1", r"drafter 'prompt-lookup:nope=1': .*nope"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_before_the_verifier_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    verifier = tiny.save(VERIFIER, tmp_path / "verifier")
+    monkeypatch.setattr(Verifier, "load", None)
+    with pytest.raises(ValueError, match=said):
+        load_pair(verifier, name, "float32", "cpu")
