@@ -90,6 +90,11 @@ def gather(
     check(reports, data)
     found = Evidence()
     benchmarks = [report for report in reports if "series" in report[1]]
+    if workload is not None and not benchmarks:
+        raise ValueError(
+            f"workload: {workload!r} is looked for in reports of eval/benchmark.py, and none is "
+            "given; add one, or leave --workload out"
+        )
     for path, result in [report for report in reports if "runs" in report[1]]:
         with whole(path):
             _from_acceptance(found, path, result, temperature, data, concurrency, not benchmarks)

@@ -220,6 +220,11 @@ def test_an_acceptance_report_alone_speaks_for_concurrency_one_only():
     assert verdict(alone).value == "switch off"
 
 
+def test_a_workload_is_looked_for_in_benchmarks_only():
+    with pytest.raises(ValueError, match="workload: 'nope' is looked for in reports of eval/bench"):
+        verdict(acceptance_report(GOOD), workload="nope")
+
+
 def test_nearest_measured_concurrency_above_stands_in(good):
     found = verdict(good, acceptance_report(GOOD), concurrency=20)
     assert found.value == "switch off"
