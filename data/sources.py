@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.models.sampling import check_seed
+from headstart.models.weights import follow_umask
 from headstart.script import run_script
 
 END = "<|endoftext|>"
@@ -156,6 +157,7 @@ def run(settings: Sources) -> None:
     model = untrained(tokenizer, settings)
     tokenizer.save_pretrained(out / "verifier")
     model.save_pretrained(out / "verifier")
+    follow_umask(*(out / "verifier").glob("*.safetensors"))
     print(
         f"{len(training)} pieces to train on, {len(held_out)} held out, {len(tokenizer)} tokens, "
         f"{model.num_parameters() / 1e6:.1f} M parameters; written to {out}"

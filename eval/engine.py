@@ -15,11 +15,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headstart.data import render
+from headstart.data.lock import only_writer
 from headstart.data.render import Row
 from headstart.eval import engine_metrics, engine_report, engine_server, report
 from headstart.eval.engine_compare import Compared, judge
@@ -63,6 +64,9 @@ def serve(settings: Serve) -> None:
     verifier = engine_server.verifier_of(settings.verifier, settings.drafter)
     arguments = [*engine_server.loader_arguments(settings.drafter), *settings.arguments]
     words = engine_server.command(verifier, config, arguments)
+    for name in {verifier, (config or {}).get("model", verifier)}:
+        if not Path(name).exists():
+            print(f"note: no folder {name!r} is here; vLLM takes it from the Hub", file=sys.stderr)
     if not settings.run:
         print(engine_server.shown(words, {}))
         return
@@ -105,6 +109,8 @@ class Compare(Served):
             )
         if self.plain is not None and self.server is None:
             raise ValueError("plain is the server without drafts; name the one with them as server")
+        for name in ("server", "plain"):
+            engine_metrics.check_url(name, getattr(self, name) or "http://")
         if self.server is None and self.out is None:
             raise ValueError("out: name a folder, where the started servers may write their logs")
 
@@ -189,6 +195,18 @@ def measure(
 def compare(settings: Compare) -> list[Compared]:
     """Ask, compare, print, write."""
     out = settings.out and report.folder(settings.out)
+    lock = only_writer(out / ".engine.lock", f"out {settings.out!r}") if out else nullcontext()
+    with lock:
+        done = compare_all(settings)
+        text = engine_report.summary(done)
+        print(f"\n{text}")
+        if out:
+            write(done, text, settings, out)
+    return done
+
+
+def compare_all(settings: Compare) -> list[Compared]:
+    """Every prompt, by the servers that run already or by those started for it."""
     engine_server.speculative_config(settings.drafter, settings.draft_length)  # or refused
     verifier, drafter = load_pair(
         settings.verifier, settings.drafter, "float32", "cpu", settings.allow_verifier
@@ -208,10 +226,6 @@ def compare(settings: Compare) -> list[Compared]:
         for found in measure(settings, drafter, rows, server, plain):
             print(engine_report.line(found), flush=True)
             done.append(found)
-    text = engine_report.summary(done)
-    print(f"\n{text}")
-    if out:
-        write(done, text, settings, out)
     return done
 
 

@@ -138,12 +138,25 @@ def is_url(page: str) -> bool:
     return page.startswith(("http://", "https://"))
 
 
+def check_url(field: str, server: str) -> None:
+    """Raise a ValueError for a server's address without its scheme."""
+    if not is_url(server):
+        raise ValueError(f"{field} is {server!r}; an address begins so: 'http://{server}'")
+
+
+def _looks_like_server(page: str) -> bool:
+    """HOST:PORT, perhaps with a path behind it, that no file here is called."""
+    return re.match(r"[\w.-]+:\d+(/|$)", page) is not None and not Path(page).exists()
+
+
 def scrape(page: str) -> EngineCounts:
     """The counters of a server (its address, or that of its page) or of a saved page.
 
     Raises:
         ValueError: neither there, or not of a server with drafts.
     """
+    if _looks_like_server(page):
+        check_url("page", page)
     if not is_url(page):
         try:
             return parse(Path(page).read_text(encoding="utf-8"), page)
@@ -175,6 +188,8 @@ class Metrics:
     def __post_init__(self) -> None:
         if self.seconds < 0:
             raise ValueError(f"seconds must be 0 or more, got {self.seconds}")
+        if _looks_like_server(self.page):
+            check_url("page", self.page)
         if self.seconds and (self.later or not is_url(self.page)):
             raise ValueError(
                 f"seconds is {self.seconds:g}, but a saved page does not change; leave it out, and "

@@ -66,6 +66,7 @@ def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
     elif loading.is_checkpoint(drafter):
         method = method_of(drafter, draft_length)
     else:
+        check_not_lost("drafter", drafter)
         method = "draft_model"
     folder = str(embedded.folder(drafter)) if drafter.startswith("embedded/") else drafter
     return {"method": method, "model": folder, "num_speculative_tokens": draft_length}
@@ -91,7 +92,12 @@ def method_of(drafter: str, draft_length: int) -> str:
             "FOLDER"
         )
     known = loading.CLASSES.get(entry["type"])
-    if known is None or known.serving is None:
+    if known is None:
+        raise ValueError(
+            f"drafter {drafter!r} is of type {entry['type']!r}, which this version of headstart "
+            f"does not know; it knows {', '.join(loading.CLASSES)}"
+        )
+    if known.serving is None:
         raise ValueError(
             f"drafter {drafter!r} is of type {entry['type']}, which vLLM does not load; "
             "headstart's own loop decodes with it (eval/acceptance.py)"
@@ -179,7 +185,19 @@ def verifier_of(verifier: str | None, drafter: str) -> str:
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
             f"{embedded.NAME}"
         )
+    check_not_lost("verifier", verifier)
     return str(embedded.folder(verifier)) if verifier.startswith("embedded/") else verifier
+
+
+def check_not_lost(field: str, name: str) -> None:
+    """Raise a ValueError for a path that leads nowhere. One such as outputs/nope reads like a name
+    of the Hub, but its first part is a folder here."""
+    path = Path(name)
+    inside = path.parent != Path(".") and path.parent.is_dir()
+    is_path = inside or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if is_path and not path.exists() and not name.startswith("embedded/"):
+        where = f"no such folder in {str(path.parent)!r}" if inside else "no such folder"
+        raise ValueError(f"{field} {name!r}: {where}; pass --{field} with one that is there")
 
 
 def command(verifier: str, config: dict[str, Any] | None, arguments: list[str]) -> list[str]:

@@ -36,6 +36,7 @@ from headstart.models.outline import Outline
 from headstart.models.sampling import RowRandom
 from headstart.models.trees import Shape, walk
 from headstart.models.verifier import States, Verifier
+from headstart.models.weights import follow_umask
 from headstart.script import named
 
 _OTHER_INIT = "Or layers:0-5, of the verifier itself."
@@ -227,6 +228,7 @@ class DraftLM(TrainableDrafter):
     def save(self, folder: Path) -> None:
         """An ordinary folder of the model, as transformers writes it, with its tokenizer."""
         self.model.save_pretrained(folder)
+        follow_umask(*folder.glob("*.safetensors"))
         self.lm.tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
         config["headstart"] = made_for(self.verifier, "draft_lm") | {

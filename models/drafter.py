@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -28,6 +28,7 @@ from headstart.models.outline import Outline
 from headstart.models.sampling import RowRandom, Sampling
 from headstart.models.trees import Shape
 from headstart.models.verifier import States, Verifier
+from headstart.models.weights import save_tensors
 
 
 class Batch(TypedDict, total=False):
@@ -204,7 +205,7 @@ class TrainableDrafter(Drafter, nn.Module):
         config = self.config.to_dict() | {"torch_dtype": "float32"}  # its name before dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.file_tensors().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def fingerprint(drafter: TrainableDrafter) -> str:

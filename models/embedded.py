@@ -93,6 +93,8 @@ def _unpack(gguf: Path, made: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+    from headstart.models.weights import follow_umask
+
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = loaded.config
@@ -101,5 +103,6 @@ def _unpack(gguf: Path, made: Path) -> None:
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(loaded.state_dict())
     plain.save_pretrained(made)
+    follow_umask(*made.glob("*.safetensors"))
     AutoTokenizer.from_pretrained(**source).save_pretrained(made)
     shutil.rmtree(gguf.parent)

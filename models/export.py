@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.models import embedded, layouts, mimo_folder
@@ -24,9 +23,10 @@ from headstart.models.drafter import Drafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.imports import SGLANG_IDS
-from headstart.models.loading import load_pair, tunes_verifier
+from headstart.models.loading import class_of, load_pair, tunes_verifier
 from headstart.models.medusa import Medusa
 from headstart.models.mtp import MTP
+from headstart.models.weights import save_tensors
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Export:
     """Default: the verifier the drafter was trained for."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the written weights; with mimo of the module's, the verifier's stay as they are."""
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int = 2
     """Drafts in a row that speculators' config, or mimo's printed command, asks for."""
     allow_verifier: bool = False
     """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
@@ -56,17 +56,15 @@ class Export:
             )
 
 
-def check_kind(drafter: Drafter, to: str) -> None:
-    """Raise a ValueError for a drafter that the layout `to` is not for."""
+def check_kind(kind: type[Drafter], to: str) -> None:
+    """Raise a ValueError for a kind of drafter that the layout `to` is not for."""
     fitting = {
         "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
         "medusa": (Medusa,), "mimo": (MTP,),
     }  # fmt: skip
-    if not isinstance(drafter, fitting[to]):
+    if not issubclass(kind, fitting[to]):
         names = " or ".join(kind.__name__ for kind in fitting[to])
-        raise ValueError(
-            f"to: {to} is a layout for {names}; this drafter is {type(drafter).__name__}"
-        )
+        raise ValueError(f"to: {to} is a layout for {names}; this drafter is {kind.__name__}")
 
 
 def check_empty(out: Path) -> None:
@@ -76,7 +74,7 @@ def check_empty(out: Path) -> None:
 
 
 def converted(
-    drafter: Drafter, to: str, verifier: str, num_speculative_tokens: int = 3
+    drafter: Drafter, to: str, verifier: str, num_speculative_tokens: int = 2
 ) -> tuple[dict[str, Any], dict[str, Tensor], str]:
     """Config, tensors and name of their file, in the layout `to`, any but mimo.
 
@@ -86,7 +84,7 @@ def converted(
     Raises:
         ValueError: a kind or a setting that the layout has no place for.
     """
-    check_kind(drafter, to)
+    check_kind(type(drafter), to)
     if to == "speculators":
         config = _speculators_config(drafter, verifier, num_speculative_tokens)
         tensors = drafter.file_tensors()
@@ -117,7 +115,7 @@ def write(
     try:
         out.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
-            save_file(cast, out / file, metadata={"format": "pt"})
+            save_tensors(cast, out / file, {"format": "pt"})
         else:
             torch.save(cast, out / file)
         (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -273,13 +271,16 @@ def run(settings: Export) -> None:
         )
     out, dtype = Path(settings.out), getattr(torch, settings.dtype)
     check_empty(out)
+    kind = class_of(settings.drafter)
+    if kind is not None:
+        check_kind(kind, settings.to)  # before the verifier is loaded, which may be large
     # to write a MiMo the verifier is copied from its files, and in memory only looked at
     loaded = "bfloat16" if settings.to == "mimo" else "float32"
     verifier, drafter = load_pair(
         settings.verifier, settings.drafter, loaded, "cpu", settings.allow_verifier
     )
     if settings.to == "mimo":
-        check_kind(drafter, settings.to)
+        check_kind(type(drafter), settings.to)
         count = mimo_folder.write(drafter, out, dtype)
         config = {"method": "mtp", "num_speculative_tokens": settings.num_speculative_tokens}
         print(f"wrote {out}: verifier and module in {count} files, and config.json")

@@ -25,6 +25,7 @@ from headstart.models.drafter import Batch, Loss, TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.outline import Outline, first_line
 from headstart.models.verifier import Verifier
+from headstart.models.weights import follow_umask
 
 ADAPTER = "verifier_adapter"
 
@@ -175,6 +176,7 @@ class JointModel(nn.Module):
         self.drafter.config.headstart |= {"adapter": ADAPTER}
         self.drafter.save(folder)
         self._adapted[0].save_pretrained(folder / ADAPTER)
+        follow_umask(*(folder / ADAPTER).glob("*.safetensors"))
         (folder / ADAPTER / "README.md").unlink(missing_ok=True)  # a form that nobody filled in
 
 

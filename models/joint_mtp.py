@@ -22,6 +22,7 @@ from headstart.models.joint import OwnPrediction
 from headstart.models.losses import LossConfig
 from headstart.models.mtp import MTP
 from headstart.models.verifier import Verifier
+from headstart.models.weights import follow_umask
 
 VERIFIER = "verifier"  # its folder, in a checkpoint's
 
@@ -120,4 +121,5 @@ class JointMTP(nn.Module):
         self.drafter.config.headstart |= made_for(self.verifier, "mtp")
         self.drafter.save(folder)
         self.model.save_pretrained(folder / VERIFIER)
+        follow_umask(*(folder / VERIFIER).glob("*.safetensors"))
         self.verifier.tokenizer.save_pretrained(folder / VERIFIER)

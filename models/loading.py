@@ -145,6 +145,24 @@ def tunes_verifier(name: str) -> bool:
     return is_checkpoint(name) and "adapter" in read_config(name)["headstart"]
 
 
+def class_of(name: str) -> type[Drafter] | None:
+    """The class that `load` makes of this name, told without loading anything; None: unknown.
+
+    Raises:
+        ValueError: a damaged checkpoint.
+    """
+    kind = name.partition(":")[0]
+    if kind in LOOKUPS:
+        return LOOKUPS[kind][0]
+    if kind == "layers":
+        return DraftLM
+    if (theirs := imports.kind_in(name)) is not None:
+        return imports.CLASSES.get(theirs)
+    if is_checkpoint(name):
+        return CLASSES.get(read_config(name)["headstart"]["type"])
+    return MTP if mtp_native.holds_modules(name) else DraftLM
+
+
 def load_to_train(folder: str, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
     """A drafter to start from: a checkpoint, perhaps for another verifier, one that another program
     saved, or any causal language model.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -24,6 +23,7 @@ from headstart.models.mtp import MTP
 from headstart.models.mtp_layouts import LAYOUTS
 from headstart.models.mtp_native import mimo_name
 from headstart.models.verifier import Verifier
+from headstart.models.weights import save_tensors
 
 _FAMILIES = ("llama", "mistral", "qwen2", "mimo")
 _FIELDS = (
@@ -205,7 +205,7 @@ class _Weights:
     def add(self, tensors: dict[str, Tensor]) -> None:
         self.files += 1
         file = f"model-{self.files:05}-of-{self.count:05}.safetensors"
-        save_file(tensors, self.out / file, metadata={"format": "pt"})
+        save_tensors(tensors, self.out / file, {"format": "pt"})
         self.places |= dict.fromkeys(tensors, file)
         self.size += sum(tensor.nbytes for tensor in tensors.values())
 

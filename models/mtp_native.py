@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -30,6 +29,7 @@ from headstart.models.mtp import MTP
 from headstart.models.mtp_layouts import MTPConfig
 from headstart.models.outline import first_line
 from headstart.models.verifier import Verifier
+from headstart.models.weights import save_tensors
 
 _DEEPSEEK = {
     "enorm": "embedding_norm",
@@ -237,7 +237,7 @@ def write_back(tensors: dict[str, Tensor], native: Native, target: Path) -> None
                 new = part(tensors, native.places[name]).to(written[name].dtype)
                 written[name] = new.contiguous().clone()
             temporary = place.with_suffix(".partial")
-            save_file(written, temporary, metadata=metadata)
+            save_tensors(written, temporary, metadata)
             os.replace(temporary, place)
         elif file.is_file() and not place.exists():
             place.symlink_to(file.resolve())

@@ -14,6 +14,7 @@ from test_engine_metrics import page, serving
 from test_engine_server import fake_engine
 from workplace import make as make_workplace
 
+from headstart.data.lock import only_writer
 from headstart.eval import engine, engine_report
 from headstart.eval.engine import Compare, Serve
 from headstart.eval.engine_compare import Answer, Compared, Deviation, own_answer
@@ -107,6 +108,16 @@ def test_only_prompts_that_were_asked_for(workplace):
         compared(workplace, untouched, categories=["poetry"])
 
 
+def test_two_comparisons_do_not_write_to_one_folder(workplace):
+    out = workplace / "taken"
+    with (
+        only_writer(out / ".engine.lock", "the other"),
+        pytest.raises(ValueError, match=r"^out '.*taken': process \d+ on .* is writing there"),
+    ):
+        compared(workplace, untouched, out=str(out))
+    assert not out.exists()
+
+
 def test_another_text_ends_with_code_1(workplace, capsys, monkeypatch):
     def wrong(answer: Answer) -> Answer:
         return Answer([*answer.tokens[:5], (answer.tokens[5] + 1) % 64, *answer.tokens[6:]],
@@ -174,6 +185,8 @@ def test_what_cannot_be_compared_is_refused(workplace, given, said):
         ({"max_new_tokens": 1, "out": "x"}, "max_new_tokens must be 2 or more"),
         ({"num_prompts": -1, "out": "x"}, "num_prompts must be 0"),
         ({"plain": "http://x"}, "name the one with them as server"),
+        ({"server": "localhost:8000"}, "server is .* begins so: 'http://localhost:8000'"),
+        ({"server": "http://x", "plain": "x:80"}, "plain is .* begins so: 'http://x:80'"),
         ({}, "out: name a folder"),
     ],
 )
@@ -210,9 +223,19 @@ def test_serve_prints_the_command(workplace, capsys, monkeypatch):
     run_commands({"serve": (Serve, engine.serve)})
     config = json.dumps({"method": "eagle3", "model": words[2], "num_speculative_tokens": 3})
     verifier = workplace / "verifier"
-    assert capsys.readouterr().out == (
+    printed = capsys.readouterr()
+    assert printed.out == (
         f"vllm serve {verifier} --dtype float32 --speculative-config '{config}'\n"
     )
+    assert printed.err == ""
+
+
+def test_serve_says_what_is_not_here(workplace, capsys):
+    engine.serve(Serve("some/model", verifier=str(workplace / "verifier")))
+    note = "note: no folder 'some/model' is here; vLLM takes it from the Hub\n"
+    assert capsys.readouterr().err == note
+    engine.serve(Serve("prompt-lookup", verifier="some/model"))
+    assert capsys.readouterr().err == note
 
 
 def test_serve_runs_the_command_it_prints(workplace, tmp_path, capsys, monkeypatch):

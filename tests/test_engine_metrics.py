@@ -168,6 +168,17 @@ def test_missing_pages_and_servers_are_named(tmp_path: Path):
         scrape("http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("seconds", [0, 5])
+@pytest.mark.parametrize("page", ["localhost:8000", "10.0.0.7:80/metrics"])
+def test_an_address_without_its_scheme_is_told(page, seconds, tmp_path: Path, monkeypatch):
+    with pytest.raises(ValueError, match=f"begins so: 'http://{page}'"):
+        scrape(Metrics(page, seconds=seconds).page)
+    monkeypatch.chdir(tmp_path)
+    Path("saved:1").write_text("python_gc_objects 3\n")
+    with pytest.raises(ValueError, match="no metrics page of vLLM"):  # a file may be called so
+        scrape("saved:1")
+
+
 def test_a_restarted_server_is_noticed():
     late, early = EngineCounts(5, 15, [1, 0, 0], 5), EngineCounts(50, 150, [30, 20, 5], 100)
     with pytest.raises(ValueError, match="not of one run of one server"):

@@ -138,7 +138,19 @@ def test_what_vllm_does_not_load_is_refused_with_the_reason(tmp_path):
     own = medusa(shared_projection=False, draft_vocab_size=48)
     refused(saved(own, tmp_path / "own"), 2, "drafter.shared_projection true")
     refused(saved(medusa(), tmp_path / "joint", adapter="x"), 2, "merge the adapter")
-    refused(saved(medusa(), tmp_path / "new", type="later"), 2, "type later, which vLLM")
+    refused(saved(medusa(), tmp_path / "new", type="later"), 2, "type 'later', .* does not know")
+
+
+def test_a_mistyped_folder_is_not_taken_for_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    refused("outputs/nope", 2, "drafter 'outputs/nope': no such folder in 'outputs'")
+    refused("outputs/run/nope", 2, "'outputs/run/nope' is not a checkpoint .* no such folder")
+    for name in ("outputs/nope", "outputs/run/nope", "./nope", str(tmp_path / "nope")):
+        with pytest.raises(ValueError, match=f"verifier '{name}': no such folder"):
+            verifier_of(name, "prompt-lookup")
+    assert speculative_config("some/model", 2)["model"] == "some/model"
+    assert verifier_of("some/model", "prompt-lookup") == "some/model"
 
 
 def test_more_drafts_than_heads_are_refused(tmp_path):

@@ -14,7 +14,8 @@ from test_imports import VERIFIER, imported
 from test_layouts import COUNTS, LOSS
 
 from headstart.models import export, imports
-from headstart.models.drafter import TrainableDrafter, fingerprint
+from headstart.models.draft_lm import DraftLM, DraftLMConfig
+from headstart.models.drafter import Drafter, TrainableDrafter, fingerprint
 from headstart.models.eagle1 import Eagle1, Eagle1Config
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.export import Export, converted, write
@@ -217,6 +218,39 @@ def test_what_a_layout_cannot_say_is_refused(to, make, message):
     with pytest.raises(ValueError, match=message) as error:
         converted(make(), to, "some/verifier")
     assert "\n" not in str(error.value)
+
+
+def saved(drafter: Drafter | str, folder: Path) -> str:
+    if isinstance(drafter, str):
+        return drafter
+    drafter.save(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "make, to, kind",
+    [
+        (loud_eagle3, "mimo", "Eagle3"),
+        (loud_eagle3, "medusa", "Eagle3"),
+        (medusa, "sglang", "Medusa"),
+        (lambda: DraftLM.create(VERIFIER, DraftLMConfig("layers:0"), LOSS), "mimo", "DraftLM"),
+        (lambda: "prompt-lookup:max_ngram=4", "mimo", "PromptLookup"),
+        (lambda: "layers:0-3", "eagle", "DraftLM"),
+        (lambda: "some/model", "mimo", "DraftLM"),
+    ],
+)
+def test_a_wrong_kind_is_refused_before_anything_is_loaded(make, to, kind, tmp_path, monkeypatch):
+    drafter = saved(make(), tmp_path / "drafter")
+    monkeypatch.setattr(export, "load_pair", None)
+    with pytest.raises(ValueError, match=f"to: {to} is a layout for .* this drafter is {kind}"):
+        export.run(Export(drafter, to, str(tmp_path / "out"), verifier="no/model"))
+
+
+def test_another_program_s_kind_is_known_too(tmp_path, monkeypatch):
+    exported(medusa(), "medusa", tmp_path / "theirs")
+    monkeypatch.setattr(export, "load_pair", None)
+    with pytest.raises(ValueError, match="this drafter is Medusa"):
+        export.run(Export(str(tmp_path / "theirs"), "mimo", str(tmp_path / "out"), "no/model"))
 
 
 def test_script_takes_the_drafter_as_its_first_word(tmp_path, monkeypatch, capsys):
