@@ -77,6 +77,8 @@ def run_script(
     try:
         settings = parse(settings_class, words)
         _use_all_cores()
+        if not torch.accelerator.is_available():  # else DeepSpeed, where installed, warns of it
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         run(settings)
     except ValueError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)

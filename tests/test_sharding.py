@@ -7,16 +7,20 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
+from test_train import recipe, verifier  # noqa: F401
 from tiny_run import losses, train
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.models.drafter import Loss
 from headstart.models.eagle3 import Eagle3, Eagle3Config
@@ -34,16 +38,21 @@ LAUNCHERS = [
 
 def launch(launcher: str, output_dir: Path, **options: Any) -> subprocess.CompletedProcess:
     """tests/tiny_run.py on two processes."""
+    words = [f"{name}={str(value).lower()}" for name, value in options.items()]
+    return start(launcher, tiny_run.__file__, str(output_dir), *words)
+
+
+def start(launcher: str, *words: str) -> subprocess.CompletedProcess:
+    """A program on two processes."""
     if launcher == "torchrun":
         starter = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     else:
         file = ROOT / "recipes" / "accelerate" / f"{launcher}.yaml"
         starter = ["accelerate.commands.launch", "--config_file", str(file)]
         starter += ["--num_processes", "2", "--main_process_port", "0"]
-    words = [f"{name}={str(value).lower()}" for name, value in options.items()]
     return subprocess.run(
-        [sys.executable, "-m", *starter, tiny_run.__file__, str(output_dir), *words],
-        capture_output=True, text=True, timeout=3600, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", *starter, *words], cwd=ROOT,
+        capture_output=True, text=True, timeout=1800, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -113,6 +122,19 @@ def test_shared_weights_are_whole_where_drafts_are_replayed(tmp_path: Path, laun
         assert shared["acceptance_length"]["value"] == alone["acceptance_length"]["value"]
 
 
+@needs_deepspeed
+def test_the_verifier_is_whole_in_every_process(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+    settings = asdict(recipe(tmp_path, verifier, max_steps=2))
+    settings["data"]["limit"] = 10  # four batches, which need not be halved for two processes
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    words = ("train/eagle3.py", "--config", str(tmp_path / "recipe.yaml"))
+    succeed(start("zero3", *words))
+    alone = str(tmp_path / "alone")
+    more = ("--training.output_dir", alone, "--training.accumulation", "2")
+    subprocess.run([sys.executable, *words, *more], cwd=ROOT, check=True, timeout=1800)
+    same(tmp_path / "run", tmp_path / "alone", 2)
+
+
 def drafter() -> Eagle3:
     torch.manual_seed(0)
     return Eagle3.create(tiny_run.VERIFIER, Eagle3Config(), LossConfig(num_steps=2), torch.ones(64))
@@ -159,7 +181,10 @@ class Launched:
 def test_deepspeed_leaves_counting_to_the_loop_and_weights_in_float32() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=7)
     launched = Launched(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
+    plugin.set_deepspeed_weakref()  # as Accelerate does
+    assert is_deepspeed_zero3_enabled()
     sharding.configure(launched, 0.5)
+    assert not is_deepspeed_zero3_enabled()
     config = plugin.deepspeed_config
     assert config["gradient_accumulation_steps"] == 1 and config["gradient_clipping"] == 0.5
     assert not config["bf16"]["enabled"] and config["torch_autocast"]["enabled"]

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
 from torch.nn import functional
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from headstart.models.drafter import Batch, Loss, TrainableDrafter
 
@@ -62,6 +63,9 @@ def configure(accelerator: Accelerator, max_grad_norm: float) -> None:
                 f"zero_stage is {plugin.zero_stage}; launch with 2 or 3, such as by "
                 "--config_file recipes/accelerate/zero2.yaml"
             )
+        # Accelerate 1.15 has transformers share out whatever it loads, the verifier too, though
+        # zero3_init_flag is false; processes that load one after the other then wait for ever.
+        unset_hf_deepspeed_config()
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": 1,  # the loop counts for itself
             "gradient_accumulation_steps": 1,
