@@ -36,6 +36,7 @@ from headstart.data.packing import by_length
 from headstart.data.render import render_all
 from headstart.models.adapter import join
 from headstart.models.eagle3 import check_layers
+from headstart.models.outline import Outline
 from headstart.models.partial import ends
 from headstart.models.verifier import Verifier
 from headstart.script import named, run_script
@@ -281,17 +282,20 @@ def run(settings: Features) -> None:
     for source in settings.data:
         with named("data"):
             conversations.find(source)  # before minutes are spent on weights
+    num_layers = Outline.read(settings.verifier).num_layers
+    layers: tuple[int, ...] = ()
+    if settings.layers != []:
+        wanted = None if settings.layers is None else tuple(settings.layers)
+        layers = check_layers(wanted, num_layers, "layers")
     with only_writer(Path(settings.out) / ".writing.lock", f"out {settings.out!r}"):
-        store(settings)
+        store(settings, layers)
 
 
-def store(settings: Features) -> None:
-    """Load the verifier and write what is not there yet."""
+def store(settings: Features, layers: tuple[int, ...]) -> None:
+    """Load the verifier and write what is not there yet of these residual streams."""
     verifier = Verifier.load(
         join(settings.verifier, settings.adapter), settings.verifier_dtype, settings.device
     )
-    wanted = None if settings.layers is None else tuple(settings.layers)
-    layers = check_layers(wanted, verifier.num_layers) if wanted != () else ()
     documents: dict[str, Tensor] = {}
     for source in settings.data:
         rows, audit = render_all(

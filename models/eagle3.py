@@ -64,8 +64,10 @@ class Eagle3Config:
         vocab.check_size(self.draft_vocab_size, verifier)
 
 
-def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The layer ids, or the default ones.
+def check_layers(
+    layers: tuple[int, ...] | None, num_layers: int, field: str = "drafter.feature_layers"
+) -> tuple[int, ...]:
+    """The layer ids, or the default ones; `field` named them.
 
     Raises:
         ValueError: ids out of 1 … n, not ascending, or no default for so shallow a verifier.
@@ -73,7 +75,7 @@ def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, 
     if layers is None:
         if num_layers < 7:
             raise ValueError(
-                f"drafter.feature_layers: the default (2, n // 2, n - 3) needs a verifier of 7 "
+                f"{field}: the default (2, n // 2, n - 3) needs a verifier of 7 "
                 f"layers or more, this one has {num_layers}; pass ids such as [{num_layers}]"
             )
         return 2, num_layers // 2, num_layers - 3
@@ -81,8 +83,7 @@ def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, 
     in_range = all(1 <= layer <= num_layers for layer in layers)
     if not layers or not in_range or list(layers) != sorted(set(layers)):
         raise ValueError(
-            f"drafter.feature_layers must be distinct, ascending ids in 1 … {num_layers}, "
-            f"got {list(layers)}"
+            f"{field} must be distinct, ascending ids in 1 … {num_layers}, got {list(layers)}"
         )
     return layers
 

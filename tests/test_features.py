@@ -230,7 +230,7 @@ def test_size_is_known_and_the_disk_looked_at_before_anything_is_written(
     [
         ({"data": []}, "data: name what will be trained on"),
         ({"dtype": "float16"}, "dtype 'float16' is not supported; use float32 or bfloat16"),
-        ({"layers": [9]}, "feature_layers must be distinct, ascending ids in 1 … 8"),
+        ({"layers": [9]}, "^layers must be distinct, ascending ids in 1 … 8"),
     ],
 )
 def test_bad_settings_are_named(
