@@ -48,7 +48,9 @@ def speedup(series: dict[str, Any], path: Path) -> None:
         if fitted:
             axis.plot(*zip(*fitted, strict=True), "x:", color=lines[0].get_color(), markersize=7)
     axis.axhline(1, color="black", linewidth=1)
-    axis.annotate("break-even", (0.01, 1), xycoords=("axes fraction", "data"), va="bottom")
+    axis.annotate(
+        "break-even", (0.99, 1), xycoords=("axes fraction", "data"), va="bottom", ha="right"
+    )
     _over_concurrency(axis, [entry["concurrency"] for entry in entries])
     axis.set(title="speedup (crosses: predicted)", ylabel="× plain decoding")
     if names:
