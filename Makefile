@@ -4,7 +4,8 @@
 #                     again: goes on where it was stopped
 #   make test         everything but the slow tests
 #   make check        what CI checks beside the tests
-#   make engine       vLLM for CPUs in an environment of its own, .venv-engine; make test-engine tests it
+#   make engine       vLLM for CPUs and llama.cpp in environments of their own, .venv-engine and
+#                     .venv-llama-cpp; make test-engine tests them
 #
 # PIP_ARGS goes to every pip install, for example to name an index with CPU builds of PyTorch.
 
@@ -22,6 +23,8 @@ INSTALLED := $(VENV)/installed
 LAUNCH := $(BIN)/accelerate launch
 ENGINE := .venv-engine
 ENGINE_INSTALLED := $(ENGINE)/installed
+LLAMA_CPP := .venv-llama-cpp
+LLAMA_CPP_INSTALLED := $(LLAMA_CPP)/installed
 
 # Tests never ask the network for a model, whatever the caller's environment says.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -64,7 +67,7 @@ test-slow: environment
 	$(OFFLINE) $(BIN)/python -m pytest -m 'slow and not engine' $(PYTEST_ARGS)
 
 # The package index's torchvision, torchaudio and torchcodec are for CUDA and break importing vllm.
-engine: $(ENGINE_INSTALLED)
+engine: $(ENGINE_INSTALLED) $(LLAMA_CPP_INSTALLED)
 
 $(ENGINE_INSTALLED): constraints-engine.txt
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
@@ -74,7 +77,14 @@ $(ENGINE_INSTALLED): constraints-engine.txt
 	$(ENGINE)/bin/python -c "$$ENGINE_NAME"
 	touch $@
 
-# In a real vLLM; each test skips without the engine's environment.
+# A prebuilt llama.cpp with Python's bindings for its server.
+$(LLAMA_CPP_INSTALLED): constraints-engine.txt
+	test -x $(LLAMA_CPP)/bin/python || $(PYTHON) -m venv $(LLAMA_CPP)
+	$(LLAMA_CPP)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints-engine.txt xllamacpp
+	touch $@
+
+# In a real vLLM and llama.cpp; each test skips without its engine's environment.
 test-engine: environment
 	$(OFFLINE) $(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
 

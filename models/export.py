@@ -7,7 +7,8 @@ vLLM needs no export but for MTP: it loads a checkpoint as it is. `mimo` is a fo
 and its MTP module in one, which vLLM serves as a MiMo. `speculators` is a folder that names its
 verifier, so that `vllm serve FOLDER` needs nothing else (EAGLE-3); `sglang` has the names and the
 layer ids that SGLang reads (EAGLE-3); `eagle` is the original EAGLE code's layout (EAGLE-3 and
-EAGLE-1), `medusa` the original Medusa code's. What a layout cannot say is refused by name.
+EAGLE-1), `medusa` the original Medusa code's; `gguf` is a file for llama.cpp (a draft model or
+EAGLE-3). What a layout cannot say is refused by name.
 """
 
 import json
@@ -18,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headstart.models import embedded, layouts, mimo_folder
+from headstart.models import embedded, gguf_file, layouts, mimo_folder
+from headstart.models.draft_lm import DraftLM
 from headstart.models.drafter import Drafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3, check_layers
@@ -35,17 +37,19 @@ class Export:
 
     drafter: str
     """Folder of a checkpoint, or of a drafter in another layout; may be the first word alone."""
-    to: Literal["speculators", "sglang", "eagle", "medusa", "mimo"]
-    """Layout: that of the speculators package, of SGLang, of the original EAGLE or Medusa code, or
-    of MiMo, verifier and MTP module in one."""
+    to: Literal["speculators", "sglang", "eagle", "medusa", "mimo", "gguf"]
+    """Layout: that of the speculators package, of SGLang, of the original EAGLE or Medusa code, of
+    MiMo, verifier and MTP module in one, or llama.cpp's."""
     out: str
-    """Folder to write to; it must not hold anything yet."""
+    """Folder to write to, with gguf a file; it must not hold anything yet."""
     verifier: str | None = None
     """Default: the verifier the drafter was trained for."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the written weights; with mimo of the module's, the verifier's stay as they are."""
+    tokenizer: str | None = None
+    """With gguf: the verifier's GGUF file, to copy the tokenizer from; default: it is made."""
     num_speculative_tokens: int = 2
-    """Drafts in a row that speculators' config, or mimo's printed command, asks for."""
+    """Drafts in a row that speculators' config, or a printed command, asks for."""
     allow_verifier: bool = False
     """Accept a verifier with another fingerprint, such as a quantised copy of the drafter's."""
 
@@ -54,13 +58,15 @@ class Export:
             raise ValueError(
                 f"num_speculative_tokens must be 1 or more, got {self.num_speculative_tokens}"
             )
+        if self.tokenizer is not None and self.to != "gguf":
+            raise ValueError(f"tokenizer is for gguf files alone; leave it out with to {self.to}")
 
 
 def check_kind(kind: type[Drafter], to: str) -> None:
     """Raise a ValueError for a kind of drafter that the layout `to` is not for."""
     fitting = {
         "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
-        "medusa": (Medusa,), "mimo": (MTP,),
+        "medusa": (Medusa,), "mimo": (MTP,), "gguf": (DraftLM, Eagle3),
     }  # fmt: skip
     if not issubclass(kind, fitting[to]):
         names = " or ".join(kind.__name__ for kind in fitting[to])
@@ -76,7 +82,7 @@ def check_empty(out: Path) -> None:
 def converted(
     drafter: Drafter, to: str, verifier: str, num_speculative_tokens: int = 2
 ) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Config, tensors and name of their file, in the layout `to`, any but mimo.
+    """Config, tensors and name of their file, in the layout `to`, any but mimo and gguf.
 
     Args:
         verifier: what the folder says it is for: a name of the Hub, or a folder's path.
@@ -270,7 +276,7 @@ def run(settings: Export) -> None:
             "which no layout has a place; merge its adapter and train heads for the result"
         )
     out, dtype = Path(settings.out), getattr(torch, settings.dtype)
-    check_empty(out)
+    (gguf_file.check_file if settings.to == "gguf" else check_empty)(out)
     kind = class_of(settings.drafter)
     if kind is not None:
         check_kind(kind, settings.to)  # before the verifier is loaded, which may be large
@@ -285,6 +291,17 @@ def run(settings: Export) -> None:
         config = {"method": "mtp", "num_speculative_tokens": settings.num_speculative_tokens}
         print(f"wrote {out}: verifier and module in {count} files, and config.json")
         print(f"Serve it:\n    vllm serve {out} --speculative-config '{json.dumps(config)}'")
+        return
+    if settings.to == "gguf":
+        check_kind(type(drafter), settings.to)
+        count = gguf_file.write(drafter, out, dtype, settings.tokenizer)
+        kind = "draft-eagle3" if isinstance(drafter, Eagle3) else "draft-simple"
+        number = settings.num_speculative_tokens
+        print(f"wrote {out}: {count} tensors")
+        print(
+            f"Serve it:\n    llama-server -m VERIFIER.gguf -md {out} --spec-type {kind} "
+            f"--spec-draft-n-max {number}"
+        )
         return
     name = verifier.name
     if name.startswith("embedded/"):

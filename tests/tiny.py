@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headstart.models.verifier import Verifier
@@ -75,3 +75,25 @@ def save(verifier: Verifier, folder: Path) -> str:
     verifier.model.save_pretrained(folder)
     verifier.tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def byte_level(vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that splits text as GPT-2's does: three special tokens, 256 bytes, merges of
+    this file."""
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    raw.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token=special[0], bos_token=special[1], eos_token=special[2]
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
