@@ -50,6 +50,8 @@ class Patient:
     """The settings of data that it was trained with; of use with `recorded` only."""
     written: dict[str, Any] = field(default_factory=dict)
     """The config as it lies in the folder."""
+    trained_layers: list[int] | None = None
+    """Of EAGLE-3: the layer ids of the recipe beside it, if there is one."""
 
 
 CHECKS = (
@@ -196,6 +198,15 @@ def layer_ids(patient: Patient, verifier: Verifier) -> Iterator[Finding]:
             "defect", "layer ids",
             f"{len(ids)} ids, num_aux_hidden_states {count}, and fc reads {columns} features",
             "engines refuse the folder", mend,
+        )  # fmt: skip
+    if patient.trained_layers not in (None, ids):
+        yield Finding(
+            "defect", "layer ids",
+            f"layer ids are {ids}, but by its recipe.yaml it was trained on "
+            f"{patient.trained_layers}",
+            "fc reads other features than it learned from: poor in a model of few layers, hardly "
+            "seen where neighbouring layers are alike",
+            f"write {patient.trained_layers} to eagle_config in config.json",
         )  # fmt: skip
     nested = patient.written.get("eagle_config") or {}
     as_written = patient.written.get(

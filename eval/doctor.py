@@ -110,6 +110,8 @@ def admit(folder: str, verifier: Verifier) -> Patient:
         ) from error
     patient = Patient(folder, kind, read, tensors, ours=True, written=config)
     patient.recorded, patient.data = history(Path(folder))
+    if kind == "eagle3":
+        patient.trained_layers = trained_layers(Path(folder), verifier)
     return patient
 
 
@@ -143,6 +145,21 @@ def history(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None, None
     return recorded, data
+
+
+def trained_layers(folder: Path, verifier: Verifier) -> list[int] | None:
+    """Layer ids that the recipe beside an EAGLE-3 checkpoint asks for; None: it does not tell.
+
+    Between neighbouring layers of a deep model a drafter's acceptance may hardly differ, so that
+    drafting does not show which of them it learned from.
+    """
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        if recipe["init_from"] is not None:  # then they are that drafter's
+            return None
+        return list(check_layers(recipe["drafter"]["feature_layers"], verifier.num_layers))
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
 
 
 def verifier_of(settings: Doctor) -> str:

@@ -285,23 +285,12 @@ def run(settings: Export) -> None:
     verifier, drafter = load_pair(
         settings.verifier, settings.drafter, loaded, "cpu", settings.allow_verifier
     )
+    check_kind(type(drafter), settings.to)
     if settings.to == "mimo":
-        check_kind(type(drafter), settings.to)
-        count = mimo_folder.write(drafter, out, dtype)
-        config = {"method": "mtp", "num_speculative_tokens": settings.num_speculative_tokens}
-        print(f"wrote {out}: verifier and module in {count} files, and config.json")
-        print(f"Serve it:\n    vllm serve {out} --speculative-config '{json.dumps(config)}'")
+        _write_mimo(settings, drafter, out, dtype)
         return
     if settings.to == "gguf":
-        check_kind(type(drafter), settings.to)
-        count = gguf_file.write(drafter, out, dtype, settings.tokenizer)
-        kind = "draft-eagle3" if isinstance(drafter, Eagle3) else "draft-simple"
-        number = settings.num_speculative_tokens
-        print(f"wrote {out}: {count} tensors")
-        print(
-            f"Serve it:\n    llama-server -m VERIFIER.gguf -md {out} --spec-type {kind} "
-            f"--spec-draft-n-max {number}"
-        )
+        _write_gguf(settings, drafter, out, dtype)
         return
     name = verifier.name
     if name.startswith("embedded/"):
@@ -313,6 +302,23 @@ def run(settings: Export) -> None:
     print(f"wrote {settings.out}: {len(found[1])} tensors in {found[2]}, and config.json")
     if settings.to == "speculators":
         print(f"Serve it:\n    vllm serve {settings.out}")
+
+
+def _write_mimo(settings: Export, drafter: MTP, out: Path, dtype: torch.dtype) -> None:
+    count = mimo_folder.write(drafter, out, dtype)
+    config = {"method": "mtp", "num_speculative_tokens": settings.num_speculative_tokens}
+    print(f"wrote {out}: verifier and module in {count} files, and config.json")
+    print(f"Serve it:\n    vllm serve {out} --speculative-config '{json.dumps(config)}'")
+
+
+def _write_gguf(settings: Export, drafter: DraftLM | Eagle3, out: Path, dtype: torch.dtype) -> None:
+    count = gguf_file.write(drafter, out, dtype, settings.tokenizer)
+    kind = "draft-eagle3" if isinstance(drafter, Eagle3) else "draft-simple"
+    print(f"wrote {out}: {count} tensors")
+    print(
+        f"Serve it:\n    llama-server -m VERIFIER.gguf -md {out} --spec-type {kind} "
+        f"--spec-draft-n-max {settings.num_speculative_tokens}"
+    )
 
 
 if __name__ == "__main__":

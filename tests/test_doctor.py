@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_overfit import DRAFTERS
 from torch import Tensor
 
-from headstart.eval import doctor
+from headstart.data.render import Row
+from headstart.eval import checks, doctor, probe
 from headstart.eval.doctor import Diagnosis, Doctor
 from headstart.models import export
 from headstart.models.eagle3 import Eagle3Config
@@ -146,6 +147,36 @@ def test_a_broken_drafter_s_defect_is_named(name, recorded, place, verifier, tmp
     if recorded:
         what = named["acceptance"].what
         assert "training reported" in what or "cannot be run" in what
+
+
+def alike(verifier: Verifier) -> Verifier:
+    """A verifier whose layers add so little that neighbours can hardly be told apart."""
+    for layer in verifier.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.data.mul_(1e-4)
+    return verifier
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_shifted_layers_that_cost_nothing_are_named_by_the_recipe(by, place, tmp_path):
+    """Drafting cannot show them, as in a deep model; the recipe beside the checkpoint does."""
+    verifier = alike(Verifier.load(str(place / "verifier")))
+    drafter = copied(place, tmp_path / "drafter", shifted_layers(by), recorded=False)
+    patient = doctor.admit(drafter, verifier)
+    (found,) = (f for f in checks.examine(patient, verifier) if f.check == "layer ids")
+    assert found.severity == "defect" and "trained on [2, 4, 5]" in found.what
+    batch = probe.batch_of([Row(list(range(3, 40)), [0] * 5 + [1] * 32, "")])
+    named, _ = probe.diagnose(patient, verifier, batch, 3)
+    assert "layer ids" not in {f.check for f in named}
+    recipe = tmp_path / "drafter" / "recipe.yaml"
+    for text in (
+        "init_from: outputs/other\ndrafter: {feature_layers: [1, 2, 3]}",
+        "no: recipe",
+        "- [",
+        None,
+    ):
+        recipe.unlink() if text is None else recipe.write_text(text)
+        assert doctor.admit(drafter, verifier).trained_layers is None
 
 
 def test_two_defects_are_both_named(place, verifier, tmp_path):

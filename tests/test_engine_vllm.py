@@ -84,10 +84,14 @@ def decoded(
 
 
 def answered(
-    folder: Path, engines: list[dict[str, Any]], prompts: list[list[int]]
+    folder: Path,
+    engines: list[dict[str, Any]],
+    prompts: list[list[int]],
+    may_fail: bool = False,
 ) -> list[list[dict[str, Any]]]:
-    """What each engine did, of each prompt."""
-    job = {"engines": engines, "prompts": prompts, "max_tokens": LENGTH}
+    """What each engine did, of each prompt; with `may_fail` the text of an error, where it ended
+    with one."""
+    job = {"engines": engines, "prompts": prompts, "max_tokens": LENGTH, "may_fail": may_fail}
     (folder / "job.json").write_text(json.dumps(job))
     program = ENGINE / "bin" / "python"
     environment = os.environ | cpu_environment(str(program))
