@@ -18,7 +18,8 @@ from typing import Any
 from headstart.data.lock import only_writer
 from headstart.data.render import Row
 from headstart.eval import acceptance, report, side_by_side
-from headstart.eval.acceptance import Acceptance, Measurement, RunSettings, fingerprint_of
+from headstart.eval.acceptance import Acceptance, fingerprint_of
+from headstart.eval.measurement import Measurement, RunSettings, check_data
 from headstart.eval.replay import turns
 from headstart.eval.side_by_side import Compared
 from headstart.eval.trial import pick
@@ -251,7 +252,7 @@ def run(settings: Compare) -> None:
 
 def measure_all(settings: Compare, names: list[str], out: Path) -> None:
     """The same, of drafters with these short names."""
-    acceptance.check_data(settings)
+    check_data(settings)
     for name in settings.drafters:
         check_name(name, verifier_name(settings))
     verifier = Verifier.load(verifier_name(settings), settings.dtype, settings.device)

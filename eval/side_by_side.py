@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.eval import report
-from headstart.eval.acceptance import Measurement, RunSettings
+from headstart.eval.measurement import Measurement, RunSettings
 
 
 @dataclass

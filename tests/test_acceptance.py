@@ -14,7 +14,8 @@ from workplace import make as make_workplace
 
 from headstart.data.render import Row
 from headstart.eval import acceptance, report
-from headstart.eval.acceptance import Acceptance, RunSettings
+from headstart.eval.acceptance import Acceptance
+from headstart.eval.measurement import RunSettings
 from headstart.eval.trial import pick
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.joint import JointConfig, JointModel

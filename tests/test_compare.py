@@ -14,8 +14,9 @@ from workplace import make as make_workplace
 
 from headstart.data.lock import only_writer
 from headstart.eval import acceptance, compare, side_by_side
-from headstart.eval.acceptance import Acceptance, RunSettings
+from headstart.eval.acceptance import Acceptance
 from headstart.eval.compare import Compare, labels
+from headstart.eval.measurement import RunSettings
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
 from headstart.models.verifier import Verifier
