@@ -220,8 +220,10 @@ def _explained(message: str, settings_class: type, words: list[str]) -> str:
     series = re.match(r"([\w.]+): Expected a (?:list|tuple)\. Got value: (.+)", message)
     settings = series and any(name.startswith(f"{series[1]}.") for name in names)
     if series and not settings:
-        items = ", ".join(re.split(r"[,\s]+", series[2].strip("()")))
+        items = ", ".join(filter(None, re.split(r"[,\s]+", series[2].strip("()[]"))))
         hint = f"write '[{items}]'"
+        if series[2].startswith("["):
+            hint = f"a list with spaces is written in quotes: '[{items}, …]'"
     else:
         hint = _hint(f"{series[1]}." if series else unknown, names)
     given = field[1] if field else unknown

@@ -95,5 +95,10 @@ def check_weights(weights: dict[str, float]) -> None:
     if not weights:
         raise ValueError("no source is named; pass a file, or {SOURCE: WEIGHT, …}")
     for source, weight in weights.items():
+        if source.startswith("["):
+            raise ValueError(
+                f"{source!r} is a list; several sources are {{SOURCE: WEIGHT, …}}, such as "
+                "'{a.jsonl: 1, b.jsonl: 1}', or a folder that holds them"
+            )
         if not 0 < weight < math.inf:
             raise ValueError(f"the weight of {source!r} is {weight}; it must be a number above 0")

@@ -1,6 +1,7 @@
 """States on disk: training cannot tell, a killed writer goes on, wrong caches are named."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from test_train import recipe, run, verifier  # noqa: F401
 from tiny_run import lines
 
 from headstart.data import features
-from headstart.data.features import Cache, CachedFeaturizer, Features
+from headstart.data.feature_cache import Cache, CachedFeaturizer, key
+from headstart.data.features import Features
 from headstart.data.featurize import Featurizer
 from headstart.models.verifier import Verifier
 from headstart.train.recipe import CommonRecipe
@@ -93,7 +95,7 @@ def test_fewer_layers_are_read_from_a_cache_of_more(
     made = tiny.verifier()
     ids = documents_of(settings.data.train)[0]
     states = made.states(ids[None], (2, 5))
-    features_of, last = cache.read(features.key(ids), (2, 5))
+    features_of, last = cache.read(key(ids), (2, 5))
     assert torch.equal(features_of, states.features[0])
     assert torch.equal(last, states.last_hidden[0])
     with pytest.raises(ValueError, match=r"have the layers \[2, 4, 5\], not \[3\]; .*--layers"):
@@ -162,20 +164,75 @@ def cached(tmp_path: Path, verifier: str) -> CommonRecipe:  # noqa: F811
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
 def test_damaged_shard_is_named_and_can_be_written_again(cached: CommonRecipe, harm: str) -> None:
     shard = Path(cached.data.features) / "shard-00000.safetensors"
-    content = bytearray(shard.read_bytes())
+    whole = shard.read_bytes()
+    content = bytearray(whole)
     content[len(content) // 4] ^= 1
     if harm == "missing":
         shard.unlink()
     else:
         shard.write_bytes(content if harm == "flipped" else content[:-100])
     why = "a checksum is wrong" if harm == "flipped" else r"it has \d+ bytes of \d+"
-    with pytest.raises(ValueError, match=rf"shard-00000\.safetensors is damaged: {why}; delete"):
+    with pytest.raises(ValueError, match=rf"shard-00000\.safetensors is damaged: {why}; run the"):
         run(cached)
-    for file in shard.parent.glob("shard-00000.*"):
-        file.unlink()
-    write(cached, shard.parent)
+    with pytest.warns(UserWarning, match=rf"is damaged: {why}; .*; it is deleted"):
+        write(cached, shard.parent, verify=True)
+    assert shard.read_bytes() == whole
     cached.training.output_dir += "-again"
     run(cached)
+
+
+def test_verifying_leaves_what_is_sound(cached: CommonRecipe) -> None:
+    files = {p: p.stat().st_mtime_ns for p in Path(cached.data.features).glob("shard-*")}
+    write(cached, Path(cached.data.features), verify=True)
+    assert all(p.stat().st_mtime_ns == time for p, time in files.items())
+
+
+def test_rows_of_other_data_in_a_damaged_shard_are_missed(cached: CommonRecipe) -> None:
+    folder = Path(cached.data.features)
+    (folder / "shard-00000.safetensors").unlink()
+    with pytest.warns(UserWarning) as caught:
+        write(cached, folder, data=[cached.data.train])
+    assert any("5 rows of other data are damaged" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000.json"])
+@pytest.mark.parametrize("content", ["[1", "[1]", '{"of": 3}', '{"layers": 3}', "\xff"])
+def test_damaged_index_is_named_and_made_anew(
+    cached: CommonRecipe, name: str, content: str
+) -> None:
+    path = Path(cached.data.features) / name
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is damaged: it cannot be read"):
+        run(cached)
+    with pytest.warns(UserWarning, match="is damaged"):
+        write(cached, path.parent)
+    cached.training.output_dir += "-again"
+    run(cached)
+
+
+def test_lost_manifest_is_made_from_the_shards(cached: CommonRecipe, tmp_path: Path) -> None:
+    folder = Path(cached.data.features)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"half-written: 17 rows, and no manifest\.json; run the"):
+        run(cached)
+    other = tiny.save(tiny.verifier(seed=1), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"holds states with fingerprint = .*pass another --out"):
+        write(cached, folder, verifier=other)
+    before = {p: p.stat().st_mtime_ns for p in folder.glob("shard-*")}
+    write(cached, folder)
+    assert {p: p.stat().st_mtime_ns for p in folder.glob("shard-*")} == before
+    run(cached)
+
+
+def test_shards_of_two_verifiers_are_not_mixed(cached: CommonRecipe, tmp_path: Path) -> None:
+    folder = Path(cached.data.features)
+    other = tiny.save(tiny.verifier(seed=1), tmp_path / "other")
+    write(cached, tmp_path / "theirs", verifier=other)
+    for end in ("json", "safetensors"):
+        (tmp_path / "theirs" / f"shard-00000.{end}").rename(folder / f"shard-00001.{end}")
+    for read in (run, lambda settings: write(settings, folder)):
+        with pytest.raises(ValueError, match=r"hold states with fingerprint = .* and others with"):
+            read(cached)
 
 
 def test_cache_of_another_verifier_is_refused(cached: CommonRecipe, tmp_path: Path) -> None:
@@ -241,3 +298,9 @@ def test_bad_settings_are_named(
         write(settings, tmp_path / "features", **changes)
     manifest = tmp_path / "features" / "manifest.json"
     assert not manifest.exists() or json.loads(manifest.read_text())["complete"]
+
+
+def test_a_file_is_no_folder_for_a_cache(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^out '.*file' is a file; pass a folder"):
+        write(recipe(tmp_path, verifier), tmp_path / "file")

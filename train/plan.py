@@ -68,7 +68,8 @@ class Weightless(Verifier):
                 model = mimo.from_config(config, getattr(torch, dtype))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"verifier {name!r}: its config cannot be read: {first_line(error)} {NAMES}"
+                f"verifier {name!r}: its config cannot be read: {first_line(error)} {NAMES} A "
+                "folder with no more than its config.json will do."
             ) from error
         return cls(model, NoTokenizer(), name)
 
@@ -121,15 +122,16 @@ class Plan:
             ("loss", self.loss),
             ("total", self.total),
         ]
+        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         lines = [
             f"{self.kind} for {self.verifier_name}, {self.launcher} on {self.processes} processes",
-            f"parameters: verifier {self.verifier_parameters / 1e9:.3f} billion, drafter "
-            f"{self.drafter_parameters / 1e9:.3f} billion",
+            f"parameters: verifier {self.verifier_parameters / 1e6:,.1f} million, drafter "
+            f"{self.drafter_parameters / 1e6:,.1f} million",
             f"tokens per step: {self.tokens_per_step:,}",
             f"features: {self.feature_bytes:,} bytes a token; cached on disk "
             f"{self.feature_bytes * 1e6 / 1e9:.1f} GB for each million tokens",
-            "memory of each process, in GB:",
-            *(f"  {name:<40}{size / 1e9:10.3f}" for name, size in rows if size),
+            f"memory of each process, in {unit}:",
+            *(f"  {name:<40}{size / scale:10.3f}" for name, size in rows if size),
         ]
         return "\n".join(lines)
 
@@ -163,7 +165,10 @@ def plan(
     launcher, processes = parse(recipe.plan)
     if joint is not None or kind == "draft_lm":
         what = "the verifier too (joint)" if joint is not None else "a language model (draft_lm)"
-        raise ValueError(f"plan: a run that trains {what} cannot be planned")
+        raise ValueError(
+            f"plan: a run that trains {what} cannot be planned; try three steps of it instead, "
+            "--training.max_steps 3"
+        )
     bf16 = recipe.training.mixed_precision == "bf16"
     dtype = recipe.verifier_dtype
     if dtype == "auto":

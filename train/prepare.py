@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.data import conversations
 from headstart.data.collate import Loader
-from headstart.data.features import Cache, CachedFeaturizer
+from headstart.data.feature_cache import Cache, CachedFeaturizer
 from headstart.data.featurize import Featurizer
 from headstart.data.mixture import Mixture, check_weights
 from headstart.data.render import render_all
@@ -139,7 +139,7 @@ def load_verifier(
             return Verifier.load(name, dtype, accelerator.device)
         cache = Cache(features)
         cache.check_there()
-        known = cache.manifest["fingerprint"]
+        known = cache.of["fingerprint"]
         return PartialVerifier.read(name, dtype, accelerator.device, known)
 
 
