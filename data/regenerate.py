@@ -53,8 +53,6 @@ class Regenerate:
     """JSONL file to write (or to continue)."""
     verifier: str = "embedded/smollm2-135m"
     """Embedded name, local folder or Hub name."""
-    adapter: str | None = None
-    """LoRA adapter of the verifier, a folder or a Hub name."""
     prompts: str | None = None
     """JSONL file, folder or Hub data set with the prompts."""
     split: str = "train"
@@ -82,6 +80,8 @@ class Regenerate:
     """float32 or bfloat16."""
     device: str = "cpu"
     """cpu, cuda, or auto: its layers on all GPUs of this machine."""
+    adapter: str | None = None
+    """LoRA adapter of the verifier, a folder or a Hub name."""
     server: str | None = None
     """URL of an OpenAI-compatible server of the verifier; default: it runs in this process."""
     server_model: str | None = None

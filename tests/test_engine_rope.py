@@ -18,7 +18,8 @@ from test_engine_vllm import LENGTH, LOSS, K, answered, check, compared
 from test_engine_vllm import pytestmark as pytestmark
 from test_overfit import answered_rows
 
-from headstart.data.collate import Featurizer, collate
+from headstart.data.collate import collate
+from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
 from headstart.eval.engine_compare import Compared
 from headstart.eval.engine_server import speculative_config
