@@ -21,11 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.data.featurize import Featurizer
-from headstart.models.partial import ends
 from headstart.models.verifier import Verifier
 from headstart.models.weights import save_tensors
 
-OF = ("verifier", "fingerprint", "ends", "template", "layers", "hidden_size", "dtype")
+OF = ("verifier", "fingerprint", "template", "layers", "hidden_size", "dtype")
 """What states are told by; the first, a name, decides nothing."""
 
 
@@ -158,7 +157,6 @@ class Cache:
         self.check_there()
         for what, name, wanted in (
             ("verifier", "fingerprint", verifier.fingerprint()),
-            ("verifier", "ends", ends(verifier)),  # all that a part of it shows
             ("chat template", "template", template_of(verifier)),
         ):
             if self.of[name] != wanted:

@@ -28,7 +28,6 @@ from headstart.data.render import render_all
 from headstart.models.adapter import join
 from headstart.models.eagle3 import check_layers
 from headstart.models.outline import Outline
-from headstart.models.partial import ends
 from headstart.models.verifier import Verifier
 from headstart.script import named, run_script
 
@@ -147,7 +146,6 @@ def store(settings: Features, layers: tuple[int, ...]) -> None:
     of = {
         "verifier": verifier.name,
         "fingerprint": verifier.fingerprint(),
-        "ends": ends(verifier),
         "template": template_of(verifier),
         "layers": list(layers),
         "hidden_size": verifier.hidden_size,

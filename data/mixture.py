@@ -100,5 +100,7 @@ def check_weights(weights: dict[str, float]) -> None:
                 f"{source!r} is a list; several sources are {{SOURCE: WEIGHT, …}}, such as "
                 "'{a.jsonl: 1, b.jsonl: 1}', or a folder that holds them"
             )
+        if source.startswith("{"):
+            raise ValueError(f"{source!r}: every weight must be a number above 0")
         if not 0 < weight < math.inf:
             raise ValueError(f"the weight of {source!r} is {weight}; it must be a number above 0")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.models import embedded, imports, loading, mtp_native
+from headstart.models.adapter import check_merged
 from headstart.models.lookup import PromptLookupConfig
 from headstart.script import options
 
@@ -185,6 +186,7 @@ def verifier_of(verifier: str | None, drafter: str) -> str:
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
             f"{embedded.NAME}"
         )
+    check_merged(verifier, drafter)
     check_not_lost("verifier", verifier)
     return str(embedded.folder(verifier)) if verifier.startswith("embedded/") else verifier
 

@@ -26,20 +26,49 @@ def join(model: str, adapter: str | None) -> str:
     return model if adapter is None else f"{model}+{adapter}"
 
 
+def check_merged(verifier: str, drafter: str) -> None:
+    """Raise a ValueError for a verifier with an adapter, which no engine loads as one model."""
+    model, adapter = split(verifier)
+    if adapter is not None:
+        raise ValueError(
+            f"verifier: {drafter} drafts for {model} with the adapter {adapter}, and an engine "
+            "serves one model: write the two as one (docs/distributed.md) and pass its folder as "
+            "--verifier"
+        )
+
+
 def merge(model: nn.Module, adapter: str) -> nn.Module:
     """The model with the adapter's changes in its weights.
 
     Raises:
-        ValueError: no such adapter, or one of another model.
+        ValueError: no such adapter, one that is not LoRA, or one of another model.
     """
     peft = import_peft("adapter")
+    local = adapter.startswith(("/", ".", "~")) or adapter.count("/") > 1  # no name of the Hub
+    if not adapter or (local and not Path(adapter).is_dir()):
+        raise ValueError(f"adapter {adapter!r}: no such folder; pass that of a LoRA adapter")
     try:
-        return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        kind = str(getattr(peft.PeftConfig.from_pretrained(adapter).peft_type, "value", ""))
+        if kind != "LORA":
+            raise ValueError(f"it is of type {kind}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*missing adapter keys.*")  # our own error
+            adapted = peft.PeftModel.from_pretrained(model, adapter)
+        places = set(peft.get_peft_model_state_dict(adapted))
+        tensors = set(peft.utils.load_peft_weights(adapter, device="cpu"))
+        odd = sorted(places ^ tensors)
+        if odd:
+            whose = "the adapter lacks" if odd[0] in places else "the verifier has no place for"
+            raise ValueError(f"{whose} {len(odd)} tensors, {odd[0]} for one")
+        return adapted.merge_and_unload()
+    except (
+        AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        lines = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(
-            f"adapter {adapter!r} cannot be read, or is not this verifier's: {lines[0]}; pass the "
-            "folder of a LoRA adapter (adapter_config.json) of the same model"
+            f"adapter {adapter!r} cannot be read, or is not this verifier's: "
+            f"{lines or type(error).__name__}; pass the folder of a LoRA adapter "
+            "(adapter_config.json) of the same model"
         ) from error
 
 

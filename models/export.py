@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 
 from headstart.models import embedded, gguf_file, layouts, mimo_folder
+from headstart.models.adapter import check_merged
 from headstart.models.draft_lm import DraftLM
 from headstart.models.drafter import Drafter
 from headstart.models.eagle1 import Eagle1
 from headstart.models.eagle3 import Eagle3, check_layers
 from headstart.models.imports import SGLANG_IDS
-from headstart.models.loading import class_of, load_pair, tunes_verifier
+from headstart.models.loading import (
+    class_of,
+    is_checkpoint,
+    load_pair,
+    read_config,
+    tunes_verifier,
+)
 from headstart.models.medusa import Medusa
 from headstart.models.mtp import MTP
 from headstart.models.weights import save_tensors
@@ -280,6 +287,9 @@ def run(settings: Export) -> None:
     kind = class_of(settings.drafter)
     if kind is not None:
         check_kind(kind, settings.to)  # before the verifier is loaded, which may be large
+    if settings.to != "gguf" and (settings.verifier or is_checkpoint(settings.drafter)):
+        made_for = settings.verifier or read_config(settings.drafter)["headstart"]["verifier"]
+        check_merged(made_for, settings.drafter)
     # to write a MiMo the verifier is copied from its files, and in memory only looked at
     loaded = "bfloat16" if settings.to == "mimo" else "float32"
     verifier, drafter = load_pair(

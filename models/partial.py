@@ -4,9 +4,9 @@ Embeddings, final norm and output head, and the last decoder layer, which drafte
 is read from safetensors files, tensor by tensor, so that the rest is never in memory.
 """
 
-import hashlib
 import json
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,14 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 class PartialVerifier(Verifier):
     """It embeds and projects; it has no states of its own."""
 
-    _known: str
+    _path: str | Path
 
     @classmethod
-    def read(
-        cls, name: str, dtype: str, device: torch.device | str, fingerprint: str
-    ) -> "PartialVerifier":
+    def read(cls, name: str, dtype: str, device: torch.device | str) -> "PartialVerifier":
         """Read what is needed of a local folder, a Hub name or `embedded/smollm2-135m`.
 
         Args:
             dtype: float32 or bfloat16.
-            fingerprint: of the whole verifier, which the cached states were written by. Whether
-                this is that one, `ends` tells.
 
         Raises:
             ValueError: no such model, or one that is not stored in safetensors under its own names.
@@ -67,14 +63,26 @@ class PartialVerifier(Verifier):
         with suppress(OSError):  # not every model has one
             model.generation_config = GenerationConfig.from_pretrained(path)
         verifier = cls(model, tokenizer, name)
-        verifier._known = fingerprint
+        verifier._path = path
         return verifier
 
     def _check_logits(self) -> None:
         """It was checked when the states were written, by the whole verifier."""
 
-    def fingerprint(self) -> str:
-        return self._known
+    def _rows(self, name: str, weight: torch.Tensor, which: slice) -> torch.Tensor:
+        """Of a layer that is not here, from its file."""
+        if not weight.is_meta:
+            return super()._rows(name, weight, which)
+        try:
+            with safe_open(file_of(self._path, name), framework="pt") as tensors:
+                part = tensors.get_slice(name)
+                rows = [part[i : i + 1] for i in range(*which.indices(len(weight)))]
+        except (KeyError, OSError, SafetensorError) as error:
+            raise ValueError(
+                f"verifier {self.name!r} cannot be told by its files: {name}: {first_line(error)}"
+            ) from error
+        stacked = torch.cat(rows)
+        return stacked if stacked.dim() > 1 else stacked[:, None]
 
 
 def needed(model: Any) -> list[str]:
@@ -89,15 +97,22 @@ def needed(model: Any) -> list[str]:
     return [name for name in model.state_dict() if not name.startswith(before)]
 
 
+def file_of(path: str | Path, name: str) -> str:
+    """The safetensors file of the model that has the tensor of this name, if any has."""
+    return cached_file(path, _weight_map(str(path)).get(name, _SINGLE))
+
+
+@lru_cache(maxsize=8)
+def _weight_map(path: str) -> dict[str, str]:
+    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
+    return {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+
+
 def read_tensors(
     path: str | Path, names: list[str], dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
     """Those of `names` that the model's safetensors files have; tied ones may lack."""
-    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        files = dict.fromkeys(names, _SINGLE)
-    else:
-        files = json.loads(Path(index).read_text())["weight_map"]
+    files = _weight_map(str(path)) or dict.fromkeys(names, _SINGLE)
     found: dict[str, torch.Tensor] = {}
     for file in sorted({files[name] for name in names if name in files}):
         with safe_open(cached_file(path, file), framework="pt") as tensors:
@@ -106,12 +121,3 @@ def read_tensors(
                 if files.get(name) == file and name in here:
                     found[name] = tensors.get_tensor(name).to(device, dtype)
     return found
-
-
-def ends(verifier: Verifier) -> str:
-    """16 hex digits over vocabulary, embeddings and output head: what a part can be known by."""
-    digest = hashlib.sha256(json.dumps(sorted(verifier.tokenizer.get_vocab().items())).encode())
-    for weight in (verifier.model.get_input_embeddings().weight, verifier.head.weight):
-        rows = weight.detach()[:: max(1, len(weight) // 64)].to(torch.bfloat16).contiguous()
-        digest.update(rows.cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]

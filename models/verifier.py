@@ -181,11 +181,16 @@ class Verifier(Decoder):
         known = {field: config.get(field) for field in _IDENTITY} | self._attention_kinds
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
         digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
-        for _, weight in sorted(self.model.named_parameters()):
-            rows = weight.detach().reshape(weight.shape[0], -1)
-            picked = rows[:: max(1, len(rows) // 4), :64].to(torch.bfloat16).contiguous()
+        for name, weight in sorted(self.model.named_parameters()):
+            rows = self._rows(name, weight, slice(None, None, max(1, len(weight) // 4)))
+            picked = rows.flatten(1)[:, :64].to(torch.bfloat16).contiguous()
             digest.update(picked.cpu().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def _rows(self, name: str, weight: Tensor, which: slice) -> Tensor:
+        """Rows of a weight: `[k, …]`."""
+        rows = weight.detach()[which]
+        return rows if rows.dim() > 1 else rows[:, None]
 
 
 def quantisation(config: PretrainedConfig) -> str | None:

@@ -10,6 +10,8 @@ import torch
 from test_train import recipe, run, verifier  # noqa: F401
 
 from headstart.data import regenerate
+from headstart.eval import engine_server
+from headstart.models import export
 from headstart.models.adapter import join, split
 from headstart.models.loading import load_pair
 from headstart.models.verifier import Verifier
@@ -70,6 +72,11 @@ def test_drafter_is_answered_trained_and_loaded_with_the_adapter(
     found, _ = load_pair(None, last, "float32", "cpu")
     assert found.name == f"{verifier}+{adapter}"
     assert "merge the adapter" in Path(last, "README.md").read_text()
+    with pytest.raises(ValueError, match=r"verifier: .* with the adapter .*pass its folder as --v"):
+        engine_server.verifier_of(None, last)
+    with pytest.raises(ValueError, match=r"verifier: .* with the adapter .*pass its folder as --v"):
+        export.run(export.Export(drafter=last, to="speculators", out=str(tmp_path / "exported")))
+    assert not (tmp_path / "exported").exists()
     with pytest.raises(ValueError, match=r"was trained for .*\+.*, the verifier is"):
         load_pair(verifier, last, "float32", "cpu")
 
@@ -77,11 +84,36 @@ def test_drafter_is_answered_trained_and_loaded_with_the_adapter(
 def test_adapter_that_is_none_is_named(
     tmp_path: Path, verifier: str, adapter: str  # noqa: F811
 ) -> None:  # fmt: skip
-    with pytest.raises(ValueError, match=r"adapter '.*nowhere' cannot be read, or is not this"):
+    with pytest.raises(ValueError, match=r"adapter '.*nowhere': no such folder"):
         Verifier.load(f"{verifier}+{tmp_path}/nowhere")
+    with pytest.raises(ValueError, match=r"adapter '': no such folder"):
+        Verifier.load(f"{verifier}+")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"adapter '.*odd' cannot be read, or is not this"):
+        Verifier.load(f"{verifier}+{tmp_path}/odd")
     wider = tiny.save(tiny.verifier(hidden_size=64), tmp_path / "wider")
-    with pytest.raises(ValueError, match=r"adapter .* is not this verifier's: "):
+    with pytest.raises(ValueError, match=r"adapter .* is not this verifier's: .*size mismatch"):
         Verifier.load(f"{wider}+{adapter}")
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [(6, "the verifier has no place for 8 tensors"), (10, "the adapter lacks 8 tensors")],
+)
+def test_adapter_of_a_model_of_another_depth_is_refused(
+    tmp_path: Path, adapter: str, layers: int, said: str
+) -> None:
+    other = tiny.save(tiny.verifier(num_hidden_layers=layers), tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"adapter .* is not this verifier's: {said}, .*layers"):
+        Verifier.load(f"{other}+{adapter}")
+
+
+def test_adapter_that_is_not_lora_is_refused(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    peft.get_peft_model(tiny.verifier().model, config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is not this verifier's: it is of type IA3; pass"):
+        Verifier.load(f"{verifier}+{tmp_path}")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "made-up"])

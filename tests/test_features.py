@@ -245,6 +245,16 @@ def test_cache_of_another_verifier_is_refused(cached: CommonRecipe, tmp_path: Pa
         write(cached, Path(cached.data.features))
 
 
+def test_cache_of_a_finetuned_copy_is_refused(cached: CommonRecipe, tmp_path: Path) -> None:
+    copy = tiny.verifier()
+    copy.layers[3].mlp.up_proj.weight.data[0, 0] += 1.0  # a layer that training does not read
+    cached.verifier = tiny.save(copy, tmp_path / "tuned")
+    with pytest.raises(
+        ValueError, match=r"cached features .* are of another verifier: written for"
+    ):
+        run(cached)
+
+
 def test_cache_of_another_template_is_refused(cached: CommonRecipe, tmp_path: Path) -> None:
     other = tiny.verifier()
     other.tokenizer.chat_template = other.tokenizer.chat_template.replace("assistant ", "system ")

@@ -74,6 +74,10 @@ def test_what_cannot_be_mixed_is_named(tmp_path, three):
     for weight in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"the weight of .*a\.jsonl' is .* above 0"):
             Mixture({source: weight})
+    with pytest.raises(ValueError, match=r"is a list; several sources are {SOURCE: WEIGHT, …}"):
+        Mixture({f"[{source}, {source}]": 1.0})
+    with pytest.raises(ValueError, match="lots}': every weight must be a number above 0"):
+        Mixture({f"{{{source}: lots}}": 1.0})
     with pytest.raises(ValueError, match="no source is named"):
         Mixture({})
     with pytest.raises(ValueError, match=r"empty\.jsonl': it has no rows"):

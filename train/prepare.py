@@ -137,10 +137,8 @@ def load_verifier(
     with accelerator.main_process_first():  # which fetches it, where it is not here yet
         if features is None:
             return Verifier.load(name, dtype, accelerator.device)
-        cache = Cache(features)
-        cache.check_there()
-        known = cache.of["fingerprint"]
-        return PartialVerifier.read(name, dtype, accelerator.device, known)
+        Cache(features).check_there()
+        return PartialVerifier.read(name, dtype, accelerator.device)
 
 
 def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator) -> Data:
