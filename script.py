@@ -80,12 +80,24 @@ def run_script(
         if not torch.accelerator.is_available():  # else DeepSpeed, where installed, warns of it
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         run(settings)
+        leave()
     except ValueError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped by the user", file=sys.stderr)
         sys.exit(130)
+
+
+def leave() -> None:
+    """End one of several processes on CPUs, all of whose work is done and written.
+
+    Threads of gloo, which they talk through, may abort the interpreter as it shuts down.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def parse(settings_class: type[Settings], argv: list[str]) -> Settings:

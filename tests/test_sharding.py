@@ -106,7 +106,9 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, launcher: str
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("launcher", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    "launcher", ["fsdp2", pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow])]
+)
 def test_shared_weights_are_whole_where_drafts_are_replayed(tmp_path: Path, launcher: str) -> None:
     settings = {"max_steps": 2, "validate_every": 1, "replayed": 3}
     succeed(launch(launcher, tmp_path / "two", **settings))
@@ -122,6 +124,7 @@ def test_shared_weights_are_whole_where_drafts_are_replayed(tmp_path: Path, laun
         assert shared["acceptance_length"]["value"] == alone["acceptance_length"]["value"]
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_the_verifier_is_whole_in_every_process(tmp_path: Path, verifier: str) -> None:  # noqa: F811
     settings = asdict(recipe(tmp_path, verifier, max_steps=2))

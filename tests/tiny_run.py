@@ -19,6 +19,7 @@ from headstart.models.drafter import Batch
 from headstart.models.eagle3 import Eagle3, Eagle3Config
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
+from headstart.script import leave
 from headstart.train.checkpoint import Checkpoints
 from headstart.train.loop import TrainingConfig, fit, launch
 from headstart.train.prepare import Data, make_validation
@@ -161,3 +162,4 @@ if __name__ == "__main__":
         batches = [batch(2, seed=s, supervised=s % 2 == 0) for s in range(6)]
     train(Path(sys.argv[1]), batches, **options)
     print("done")
+    leave()
