@@ -135,7 +135,15 @@ class RemoteVerifier:
             ValueError: the server refuses all, serves another model, or is gone for good.
         """
         waiting = deque(conversations)
-        outcomes: queue.SimpleQueue[Outcome | Exception] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[tuple[Outcome | Exception, threading.Event]]
+        outcomes = queue.SimpleQueue()
+
+        def hand_over(outcome: Outcome | Exception) -> None:
+            """Wait until it is dealt with: a killed run loses at most `concurrency` replies."""
+            taken = threading.Event()
+            outcomes.put((outcome, taken))
+            while not (taken.wait(1.0) or self.stop.is_set()):
+                pass
 
         def work() -> None:
             with Connection(self.options) as connection:
@@ -146,9 +154,9 @@ class RemoteVerifier:
                         return
                     try:
                         for outcome in self._answer(connection, turns, asking):
-                            outcomes.put(outcome)
+                            hand_over(outcome)
                     except Exception as error:  # to be raised where somebody sees it
-                        outcomes.put(error)
+                        hand_over(error)
 
         self.replies, self.last_sign = before, time.monotonic()
         for _ in range(min(concurrency, len(conversations))):
@@ -157,11 +165,12 @@ class RemoteVerifier:
         try:
             left = len(conversations)
             while left:
-                outcome = outcomes.get()
+                outcome, taken = outcomes.get()
                 if isinstance(outcome, Exception):
                     raise outcome
                 left -= not outcome.more
                 yield outcome
+                taken.set()
         finally:
             self.stop.set()
         if self.refusals and not self.replies:

@@ -74,7 +74,7 @@ def pieces(text: str, characters: int) -> Iterator[str]:
         yield piece.strip("\n")
 
 
-def library() -> list[Path]:
+def standard_library() -> list[Path]:
     """Modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
@@ -136,7 +136,7 @@ def run(settings: Sources) -> None:
             f"out: {settings.out!r} cannot be written to ({error.strerror}); pass another folder"
         ) from error
     training, held_out = [], []
-    for number, file in enumerate(library()):
+    for number, file in enumerate(standard_library()):
         text = file.read_text(encoding="utf-8", errors="ignore")
         kept = held_out if number % HELD_OUT == 0 else training
         kept += pieces(text, settings.characters)

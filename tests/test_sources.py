@@ -19,7 +19,7 @@ def test_pieces_are_the_whole_text_in_order_and_fit():
 
 
 def test_what_is_written_can_be_read_and_trained_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("headstart.data.sources.library", lambda: modules(tmp_path))
+    monkeypatch.setattr("headstart.data.sources.standard_library", lambda: modules(tmp_path))
     run(Sources(str(tmp_path / "out"), vocab_size=300, hidden_size=32, num_layers=2))
     verifier = Verifier.load(str(tmp_path / "out" / "verifier"))
     assert verifier.vocab_size == 300 and len(verifier.terminator_ids) == 1
