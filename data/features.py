@@ -5,7 +5,7 @@
 
 Training reads them with --data.features outputs/features. A stopped run is continued by the same
 command, which may also add data. What is written is read again by its document's token ids, and
-only for the verifier and the chat template it was written with (see data/feature_cache.py).
+only for the verifier and the chat template it was written with (see data/states/cache.py).
 """
 
 import shutil
@@ -19,16 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart.data import conversations
-from headstart.data.feature_cache import Cache, key, template_of
-from headstart.data.featurize import Featurizer
-from headstart.data.lock import only_writer
-from headstart.data.packing import by_length
+from headstart.data.conversations import reading
 from headstart.data.render import render_all
-from headstart.models.adapter import join
-from headstart.models.eagle3 import check_layers
-from headstart.models.outline import Outline
-from headstart.models.verifier import Verifier
+from headstart.data.rows.packing import by_length
+from headstart.data.states.cache import Cache, key, template_of
+from headstart.data.states.featurize import Featurizer
+from headstart.lock import only_writer
+from headstart.models.drafters.eagle3 import check_layers
+from headstart.models.verifier.adapter import join
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named, run_script
 
 SHARD_BYTES = 1 << 30
@@ -95,7 +95,7 @@ def run(settings: Features) -> None:
         raise ValueError(f"out {settings.out!r} is a file; pass a folder")
     for source in settings.data:
         with named("data"):
-            conversations.find(source)  # before minutes are spent on weights
+            reading.find(source)  # before minutes are spent on weights
     num_layers = Outline.read(settings.verifier).num_layers
     layers: tuple[int, ...] = ()
     if settings.layers != []:

@@ -32,16 +32,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from headstart.data import conversations
-from headstart.data.answers import AnswerFile
-from headstart.data.conversations import Conversation
-from headstart.data.decoding import answer, self_prompts, user_prefix
-from headstart.data.remote import RemoteVerifier
+from headstart.data.answers.answer_file import AnswerFile
+from headstart.data.answers.decoding import answer, self_prompts, user_prefix
+from headstart.data.answers.remote import RemoteVerifier
+from headstart.data.answers.turns import Asking, Limits, Turns
+from headstart.data.conversations import reading
+from headstart.data.conversations.reading import Conversation
 from headstart.data.render import load_tokenizer
-from headstart.data.turns import Asking, Limits, Turns
-from headstart.models.adapter import join
-from headstart.models.sampling import Sampling, check_seed
-from headstart.models.verifier import Verifier
+from headstart.models.proposal.sampling import Sampling, check_seed
+from headstart.models.verifier.adapter import join
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
 
 
@@ -114,7 +114,7 @@ def read_prompts(settings: Regenerate) -> list[Conversation]:
     if settings.prompts is None:
         return []
     with named("prompts"):
-        rows = list(conversations.read(settings.prompts, settings.split, settings.limit))
+        rows = list(reading.read(settings.prompts, settings.split, settings.limit))
     if not rows:
         raise ValueError(f"prompts {settings.prompts!r}: nothing to answer, it holds no rows")
     prompts = [c for c in rows if c.asked()]

@@ -26,10 +26,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from headstart.data import conversations
-from headstart.data.conversations import Conversation
-from headstart.data.rows import Audit, Row
-from headstart.data.template import (
+from headstart.data.conversations import reading
+from headstart.data.conversations.reading import Conversation
+from headstart.data.rows.row import Audit, Row
+from headstart.data.rows.template import (
     UNSTABLE,
     check_ids,
     one_bos,
@@ -37,8 +37,8 @@ from headstart.data.template import (
     template_text,
     written_turn,
 )
-from headstart.models.outline import first_line, locate, not_loaded
-from headstart.models.verifier import end_of_turn_ids
+from headstart.models.verifier.outline import first_line, locate, not_loaded
+from headstart.models.verifier.verifier import end_of_turn_ids
 from headstart.script import named
 
 
@@ -135,7 +135,7 @@ def render_all(
     """
     kept: list[Row] = []
     audit = Audit()
-    for conversation in conversations.read(source, split, limit, spread):
+    for conversation in reading.read(source, split, limit, spread):
         rows = render(conversation, tokenizer, terminator_ids, max_length, chat_template_kwargs)
         audit.add(rows)
         kept += [row for row in rows if not row.empty]
@@ -276,7 +276,7 @@ def run(settings: Render) -> None:
     arguments = (tokenizer, terminator_ids, settings.max_length, settings.chat_template_kwargs)
     audit = Audit()
     shown = False
-    source = conversations.read(settings.data, settings.split, settings.limit)
+    source = reading.read(settings.data, settings.split, settings.limit)
     with named("data"):
         for number, conversation in enumerate(source):
             rows = render(conversation, *arguments)

@@ -17,8 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.models.sampling import check_seed
-from headstart.models.weights import follow_umask
+from headstart.models.proposal.sampling import check_seed
+from headstart.models.verifier.weights import follow_umask
 from headstart.script import run_script
 
 END = "<|endoftext|>"

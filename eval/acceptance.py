@@ -13,16 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headstart.data import render
-from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
-from headstart.eval import report, trial
+from headstart.data.states.featurize import Featurizer
+from headstart.eval.decoding import trial
+from headstart.eval.decoding.trial import Decoded, by_category, pick
 from headstart.eval.losslessness import judge
-from headstart.eval.measurement import Measurement, RunSettings, check_data
-from headstart.eval.measures import Counts, summarise
-from headstart.eval.quality import Quality, compare_verifiers
-from headstart.eval.replay import rank_acceptance, replay_rows
-from headstart.eval.trial import Decoded, by_category, pick
-from headstart.models import loading, trees
+from headstart.eval.measures.counts import Counts, summarise
+from headstart.eval.measures.quality import Quality, compare_verifiers
+from headstart.eval.measures.replay import rank_acceptance, replay_rows
+from headstart.eval.reports import report
+from headstart.eval.reports.measurement import Measurement, RunSettings, check_data
+from headstart.models import loading
 from headstart.models.drafter import (
     Drafter,
     TrainableDrafter,
@@ -30,8 +31,9 @@ from headstart.models.drafter import (
     fingerprint,
 )
 from headstart.models.loading import load_pair
-from headstart.models.trees import Shape
-from headstart.models.verifier import Verifier
+from headstart.models.proposal import trees
+from headstart.models.proposal.trees import Shape
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
 
 

@@ -17,20 +17,31 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from headstart.eval import cells, fit, page, report
 from headstart.eval.acceptance import fingerprint_of
-from headstart.eval.evidence import Report, check, read
 from headstart.eval.gate import judge
-from headstart.eval.gate_checks import Thresholds
-from headstart.eval.own_loop import lossless, own_loop
-from headstart.eval.server import Server, servers_loop
-from headstart.eval.sweep import OFF, Cell, Measure, Trial, TrialFile, groups, measure_group, warmed
-from headstart.eval.workload import Prompt, Workload, prompts
-from headstart.models import loading, trees
+from headstart.eval.gating.checks import Thresholds
+from headstart.eval.gating.evidence import Report, check, read
+from headstart.eval.reports import report
+from headstart.eval.service import cells, fit, page
+from headstart.eval.service.own_loop import lossless, own_loop
+from headstart.eval.service.server_loop import Server, servers_loop
+from headstart.eval.service.sweep import (
+    OFF,
+    Cell,
+    Measure,
+    Trial,
+    TrialFile,
+    groups,
+    measure_group,
+    warmed,
+)
+from headstart.eval.service.workload import Prompt, Workload, prompts
+from headstart.models import loading
 from headstart.models.drafter import Drafter, check_depth
-from headstart.models.sampling import Sampling, check_seed
-from headstart.models.trees import Shape
-from headstart.models.verifier import Verifier
+from headstart.models.proposal import trees
+from headstart.models.proposal.sampling import Sampling, check_seed
+from headstart.models.proposal.trees import Shape
+from headstart.models.verifier.verifier import Verifier
 
 
 @dataclass(kw_only=True)

@@ -15,17 +15,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headstart.data.lock import only_writer
 from headstart.data.render import Row
-from headstart.eval import acceptance, report, side_by_side
+from headstart.eval import acceptance
 from headstart.eval.acceptance import Acceptance, fingerprint_of
-from headstart.eval.measurement import Measurement, RunSettings, check_data
-from headstart.eval.replay import turns
-from headstart.eval.side_by_side import Compared
-from headstart.eval.trial import pick
-from headstart.models import loading, trees
+from headstart.eval.decoding.trial import pick
+from headstart.eval.measures.replay import turns
+from headstart.eval.reports import report, side_by_side
+from headstart.eval.reports.measurement import Measurement, RunSettings, check_data
+from headstart.eval.reports.side_by_side import Compared
+from headstart.lock import only_writer
+from headstart.models import loading
 from headstart.models.loading import check_name, load
-from headstart.models.verifier import Verifier
+from headstart.models.proposal import trees
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
 
 _FREE = ("out", "verifier", "allow_verifier", "runs", "tree", "batch_size")

@@ -20,20 +20,22 @@ from typing import Any
 import yaml
 from transformers import LlamaConfig
 
-from headstart.data import conversations, decoding, regenerate, render
-from headstart.data.featurize import Featurizer
+from headstart.data import regenerate, render
+from headstart.data.answers import decoding
+from headstart.data.conversations import reading
 from headstart.data.render import Audit, Row
-from headstart.eval import checks, probe
-from headstart.eval.checks import CHECKS, Finding, Patient
-from headstart.eval.measures import summarise
-from headstart.eval.replay import replay_rows
-from headstart.models import imports, layouts
+from headstart.data.states.featurize import Featurizer
+from headstart.eval.health import checks, probe
+from headstart.eval.health.checks import CHECKS, Finding, Patient
+from headstart.eval.measures.counts import summarise
+from headstart.eval.measures.replay import replay_rows
 from headstart.models.drafter import read_tensors
-from headstart.models.eagle3 import check_layers
-from headstart.models.joint import tune
+from headstart.models.drafters.eagle3 import check_layers
+from headstart.models.formats import imports, layouts
+from headstart.models.joint.lora import tune
 from headstart.models.loading import CLASSES, read_config, tunes_verifier
-from headstart.models.sampling import Sampling
-from headstart.models.verifier import Verifier
+from headstart.models.proposal.sampling import Sampling
+from headstart.models.verifier.verifier import Verifier
 
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
 _PROMPTS = "data/smollm2/eval.jsonl"
@@ -187,9 +189,9 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
         ValueError: data that cannot be read, or without a prompt.
     """
     known = None if patient.recorded is None else patient.data["eval"]
-    same = settings.prompts is None and known is not None and conversations.resolve(known)
+    same = settings.prompts is None and known is not None and reading.resolve(known)
     source = known if same else settings.prompts or _PROMPTS
-    every = [c for c in conversations.read(source) if c.asked()]
+    every = [c for c in reading.read(source) if c.asked()]
     chosen = [every[i * len(every) // settings.num_prompts] for i in range(settings.num_prompts)]
     chosen = every if len(every) <= settings.num_prompts else chosen
     if not chosen:
@@ -207,8 +209,8 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
 
 
 def answered(
-    prompts: list[conversations.Conversation], settings: Doctor, verifier: Verifier
-) -> list[conversations.Conversation]:
+    prompts: list[reading.Conversation], settings: Doctor, verifier: Verifier
+) -> list[reading.Conversation]:
     """The first turn of each, answered greedily by the verifier."""
     first = []
     for prompt in prompts:

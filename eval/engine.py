@@ -20,16 +20,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headstart.data import render
-from headstart.data.lock import only_writer
 from headstart.data.render import Row
-from headstart.eval import engine_metrics, engine_report, engine_server, report
-from headstart.eval.engine_compare import Compared, judge
-from headstart.eval.engine_metrics import EngineCounts, Metrics
-from headstart.eval.engine_server import Reply, complete, model_name
-from headstart.eval.trial import pick, prompt_of
+from headstart.eval.decoding.trial import pick, prompt_of
+from headstart.eval.engines import metrics
+from headstart.eval.engines import report as engine_report
+from headstart.eval.engines import server as engine_server
+from headstart.eval.engines.metrics import EngineCounts, Metrics
+from headstart.eval.engines.parity import Compared, judge
+from headstart.eval.engines.server import Reply, complete, model_name
+from headstart.eval.reports import report
+from headstart.lock import only_writer
 from headstart.models.drafter import TrainableDrafter, check_depth
 from headstart.models.loading import load_pair
-from headstart.models.verifier import Verifier
+from headstart.models.verifier.verifier import Verifier
 
 SETTLING_SECONDS = 10  # a server's counters follow its answer
 
@@ -110,7 +113,7 @@ class Compare(Served):
         if self.plain is not None and self.server is None:
             raise ValueError("plain is the server without drafts; name the one with them as server")
         for name in ("server", "plain"):
-            engine_metrics.check_url(name, getattr(self, name) or "http://")
+            metrics.check_url(name, getattr(self, name) or "http://")
         if self.server is None and self.out is None:
             raise ValueError("out: name a folder, where the started servers may write their logs")
 
@@ -138,10 +141,10 @@ def counted(
     Raises:
         ValueError: it counted more or less than this answer.
     """
-    before = engine_metrics.scrape(server)
+    before = metrics.scrape(server)
     reply = complete(server, model, prompt, max_new_tokens)
     for _ in range(SETTLING_SECONDS * 10):
-        counts = engine_metrics.scrape(server).since(before)
+        counts = metrics.scrape(server).since(before)
         if counts.generated >= max_new_tokens:
             break
         time.sleep(0.1)
@@ -261,7 +264,7 @@ if __name__ == "__main__":
     run_commands(
         {
             "serve": (Serve, serve),
-            "metrics": (Metrics, engine_metrics.run),
+            "metrics": (Metrics, metrics.run),
             "compare": (Compare, check),
         }
     )

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from headstart.eval.evidence import Evidence, Report, gather, read
-from headstart.eval.gate_checks import CHECKS, SWITCH_OFF, TUNE, Check, Thresholds
+from headstart.eval.gating.checks import CHECKS, SWITCH_OFF, TUNE, Check, Thresholds
+from headstart.eval.gating.evidence import Evidence, Report, gather, read
 
 CODES = {"ship": 0, TUNE: 3, SWITCH_OFF: 4}
 

@@ -19,18 +19,20 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from headstart.data import conversations, render
+from headstart.data import render
+from headstart.data.conversations import reading
 from headstart.data.render import Row
-from headstart.data.template import template_ids
-from headstart.eval import report, trial
-from headstart.eval.trial import Decoded, prompt_of
-from headstart.models import trees
+from headstart.data.rows.template import template_ids
+from headstart.eval.decoding import trial
+from headstart.eval.decoding.trial import Decoded, prompt_of
+from headstart.eval.reports import report
 from headstart.models.drafter import Drafter, Drafting
 from headstart.models.loading import load_pair
-from headstart.models.outline import first_line
-from headstart.models.sampling import Sampling, check_seed, mix
-from headstart.models.trees import Shape
-from headstart.models.verifier import Verifier
+from headstart.models.proposal import trees
+from headstart.models.proposal.sampling import Sampling, check_seed, mix
+from headstart.models.proposal.trees import Shape
+from headstart.models.verifier.outline import first_line
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
 
 SIGNIFICANCE = 0.001  # a p-value below it says that samples do not follow the law
@@ -231,7 +233,7 @@ def read_prompts(verifier: Verifier, source: str, max_length: int) -> list[Row]:
         ValueError: data that cannot be read, or nothing in it to continue.
     """
     rows, tokenizer = [], verifier.tokenizer
-    for one in conversations.read(source):
+    for one in reading.read(source):
         if one.messages and one.asked() == one.messages:
             kwargs = one.chat_template_kwargs or {}
             try:

@@ -21,15 +21,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.rejection import verify_chain
 from headstart.eval.losslessness import LEAST_EXPECTED, ChiSquare, chi_square
-from headstart.eval.rejection import verify_chain
-from headstart.eval.speedup import (
+from headstart.eval.measures.speedup import (
     breakeven_acceptance_rate,
     expected_tokens_per_verify,
     simulate_tail,
 )
-from headstart.models.sampling import check_seed, draw
-from headstart.models.trees import tree_attention_mask
+from headstart.models.proposal.sampling import check_seed, draw
+from headstart.models.proposal.trees import tree_attention_mask
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Like `verify_chain`: (q, drafts, lengths, uniform, p) -> (accepted, token)."""

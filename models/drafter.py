@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from headstart.models import losses
-from headstart.models.outline import Outline
-from headstart.models.sampling import RowRandom, Sampling
-from headstart.models.trees import Shape
-from headstart.models.verifier import States, Verifier
-from headstart.models.weights import save_tensors
+from headstart.models.proposal.sampling import RowRandom, Sampling
+from headstart.models.proposal.trees import Shape
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.verifier import States, Verifier
+from headstart.models.verifier.weights import save_tensors
 
 
 class Batch(TypedDict, total=False):

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headstart.models import embedded, gguf_file, layouts, mimo_folder
-from headstart.models.adapter import check_merged
-from headstart.models.draft_lm import DraftLM
 from headstart.models.drafter import Drafter
-from headstart.models.eagle1 import Eagle1
-from headstart.models.eagle3 import Eagle3, check_layers
-from headstart.models.imports import SGLANG_IDS
+from headstart.models.drafters.draft_lm import DraftLM
+from headstart.models.drafters.eagle1 import Eagle1
+from headstart.models.drafters.eagle3 import Eagle3, check_layers
+from headstart.models.drafters.medusa import Medusa
+from headstart.models.drafters.mtp import MTP
+from headstart.models.formats import gguf_file, layouts, mimo_folder
+from headstart.models.formats.imports import SGLANG_IDS
 from headstart.models.loading import (
     class_of,
     is_checkpoint,
@@ -33,9 +34,9 @@ from headstart.models.loading import (
     read_config,
     tunes_verifier,
 )
-from headstart.models.medusa import Medusa
-from headstart.models.mtp import MTP
-from headstart.models.weights import save_tensors
+from headstart.models.verifier import embedded
+from headstart.models.verifier.adapter import check_merged
+from headstart.models.verifier.weights import save_tensors
 
 
 @dataclass

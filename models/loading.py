@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.models import imports, mtp_native
-from headstart.models.draft_lm import (
+from headstart.models.drafter import Drafter, TrainableDrafter, explained, made_for
+from headstart.models.drafters.draft_lm import (
     DraftLM,
     DraftLMConfig,
     check_layers,
@@ -13,24 +13,24 @@ from headstart.models.draft_lm import (
     parse_cut,
     parse_layers,
 )
-from headstart.models.drafter import Drafter, TrainableDrafter, explained, made_for
-from headstart.models.eagle1 import Eagle1
-from headstart.models.eagle3 import Eagle3
-from headstart.models.hydra_heads import HydraHeads
-from headstart.models.joint import tune
-from headstart.models.joint_mtp import VERIFIER
-from headstart.models.lookup import (
+from headstart.models.drafters.eagle1 import Eagle1
+from headstart.models.drafters.eagle3 import Eagle3
+from headstart.models.drafters.hydra_heads import HydraHeads
+from headstart.models.drafters.lookup import (
     Lookahead,
     LookaheadConfig,
     PromptLookup,
     PromptLookupConfig,
 )
+from headstart.models.drafters.medusa import Medusa
+from headstart.models.drafters.mtp import MTP
+from headstart.models.drafters.mtp_layouts import MTPConfig
+from headstart.models.formats import imports, mtp_native
+from headstart.models.joint.lora import tune
+from headstart.models.joint.mtp import VERIFIER
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa
-from headstart.models.mtp import MTP
-from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.outline import Outline
-from headstart.models.verifier import Verifier
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import named, options
 
 CLASSES: dict[str, type[TrainableDrafter]] = {

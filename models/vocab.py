@@ -6,8 +6,8 @@ Legend: V verifier's vocabulary, V' the drafter's.
 import torch
 from torch import Tensor
 
-from headstart.models.outline import Outline
-from headstart.models.verifier import Verifier
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.verifier import Verifier
 
 
 def choose(token_counts: Tensor, size: int, verifier: Verifier) -> Tensor:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from headstart.data.render import render_all
-from headstart.eval.speculate import generate
-from headstart.eval.trial import pick, prompt_of
-from headstart.models.draft_lm import DraftLM, cut
+from headstart.eval.decoding.speculate import generate
+from headstart.eval.decoding.trial import pick, prompt_of
 from headstart.models.drafter import Drafting
+from headstart.models.drafters.draft_lm import DraftLM, cut
 from headstart.models.losses import LossConfig
-from headstart.models.sampling import Sampling
-from headstart.models.trees import chain
-from headstart.models.verifier import Verifier
+from headstart.models.proposal.sampling import Sampling
+from headstart.models.proposal.trees import chain
+from headstart.models.verifier.verifier import Verifier
 
 LENGTH, TOKENS = 3, 48
 

@@ -13,24 +13,24 @@ from tiny import FAMILIES, tokenizer
 from tiny import verifier as tiny_verifier
 
 from headstart.data.render import render_all
+from headstart.eval.decoding.speculate import generate
+from headstart.eval.decoding.trial import drafting_for, pick, prompt_of
 from headstart.eval.losslessness import chi_square, compare
-from headstart.eval.speculate import generate
-from headstart.eval.trial import drafting_for, pick, prompt_of
-from headstart.models.draft_lm import DraftLM, cut
 from headstart.models.drafter import Drafter, Drafting
-from headstart.models.eagle1 import Eagle1, Eagle1Config
-from headstart.models.eagle3 import Eagle3, Eagle3Config
-from headstart.models.heads import HeadsConfig, HeadsDrafter
-from headstart.models.hydra_heads import HydraHeads
+from headstart.models.drafters.draft_lm import DraftLM, cut
+from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
+from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
+from headstart.models.drafters.hydra_heads import HydraHeads
+from headstart.models.drafters.lookup import Lookahead, LookaheadConfig, PromptLookup
+from headstart.models.drafters.medusa import Medusa
+from headstart.models.drafters.mtp import MTP
+from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.loading import LOOKUPS
-from headstart.models.lookup import Lookahead, LookaheadConfig, PromptLookup
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa
-from headstart.models.mtp import MTP
-from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.sampling import Sampling
-from headstart.models.trees import Dynamic, cartesian, chain
-from headstart.models.verifier import Verifier
+from headstart.models.parts.heads import HeadsConfig, HeadsDrafter
+from headstart.models.proposal.sampling import Sampling
+from headstart.models.proposal.trees import Dynamic, cartesian, chain
+from headstart.models.verifier.verifier import Verifier
 
 GREEDY = Drafting(False, Sampling())
 SHAPES = {"chain": chain(4), "static": cartesian(3, 2, 1), "dynamic": Dynamic(4, 3, 14)}

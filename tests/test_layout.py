@@ -117,6 +117,6 @@ def test_checker_sees_a_wrong_import(tmp_path: Path) -> None:
     file.write_text("from headstart import train\nimport models.cache\nfrom . import x\n")
     assert imported(file) == {"headstart.train", "models.cache", "..x"}
     assert not may_import("models", "headstart.train")
-    assert not may_import("data", "headstart.eval.replay")
-    assert may_import("eval", "headstart.models.cache.RaggedCache")
+    assert not may_import("data", "headstart.eval.measures.replay")
+    assert may_import("eval", "headstart.models.verifier.cache.RaggedCache")
     assert may_import("models", "headstart.script.run_script")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headstart.data.lock import only_writer
+from headstart.lock import only_writer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from headstart.data.lock import only_writer
+from headstart.lock import only_writer
 with only_writer(Path(sys.argv[1]), "out 'x'"):
     print("held", flush=True)
     time.sleep(600)

@@ -11,25 +11,25 @@ import tiny
 import torch
 from test_replay import assert_equal
 
-from headstart.data.collate import collate
-from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
-from headstart.eval.measures import summarise
-from headstart.eval.replay import replay_rows
-from headstart.eval.speculate import generate
-from headstart.models.draft_lm import DraftLM, DraftLMConfig
+from headstart.data.rows.collate import collate
+from headstart.data.states.featurize import Featurizer
+from headstart.eval.decoding.speculate import generate
+from headstart.eval.measures.counts import summarise
+from headstart.eval.measures.replay import replay_rows
 from headstart.models.drafter import Drafting, TrainableDrafter
-from headstart.models.eagle1 import Eagle1, Eagle1Config
-from headstart.models.eagle3 import Eagle3, Eagle3Config
-from headstart.models.heads import HeadsConfig, HeadsDrafter
-from headstart.models.hydra_heads import HydraHeads
+from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
+from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
+from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
+from headstart.models.drafters.hydra_heads import HydraHeads
+from headstart.models.drafters.medusa import Medusa
+from headstart.models.drafters.mtp import MTP
+from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa
-from headstart.models.mtp import MTP
-from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.sampling import Sampling
-from headstart.models.trees import chain
-from headstart.models.verifier import Verifier
+from headstart.models.parts.heads import HeadsConfig, HeadsDrafter
+from headstart.models.proposal.sampling import Sampling
+from headstart.models.proposal.trees import chain
+from headstart.models.verifier.verifier import Verifier
 
 LENGTH = 1 + 5 * 6  # of an answer: six rounds in which all is accepted, after prefill's token
 LOSS = LossConfig("hard_ce", num_steps=4, gamma=1.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headstart.data.conversations import resolve
+from headstart.data.conversations.reading import resolve
 from headstart.script import ROOT, parse
 
 FOLDERS = sorted(

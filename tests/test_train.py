@@ -25,27 +25,28 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny_run import lines, losses
 
-from headstart.data import packing
-from headstart.data.featurize import Featurizer
 from headstart.data.render import Row
-from headstart.models.draft_lm import DraftLMConfig
+from headstart.data.rows import packing
+from headstart.data.states.featurize import Featurizer
 from headstart.models.drafter import TrainableDrafter
-from headstart.models.eagle3 import Eagle3Config
-from headstart.models.hydra_heads import HydraHeadsConfig
-from headstart.models.joint import JointConfig
+from headstart.models.drafters.draft_lm import DraftLMConfig
+from headstart.models.drafters.eagle3 import Eagle3Config
+from headstart.models.drafters.hydra_heads import HydraHeadsConfig
+from headstart.models.drafters.medusa import Medusa, MedusaConfig
+from headstart.models.drafters.mtp_layouts import MTPConfig
+from headstart.models.joint.lora import JointConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa, MedusaConfig
-from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.outline import Outline
-from headstart.models.verifier import Verifier
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.verifier import Verifier
 from headstart.script import parse, run_script
-from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, mtp, prepare
-from headstart.train import recipe as shared
-from headstart.train.loop import TrainingConfig
-from headstart.train.prepare import DataConfig, check_checkpoint, count_tokens, initial_drafter
-from headstart.train.recipe import CommonRecipe
-from headstart.train.tracking import Tracker
+from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, mtp
+from headstart.train.run import prepare
+from headstart.train.run import recipe as shared
+from headstart.train.run.loop import TrainingConfig
+from headstart.train.run.prepare import DataConfig, check_checkpoint, count_tokens, initial_drafter
+from headstart.train.run.recipe import CommonRecipe
+from headstart.train.run.tracking import Tracker
 
 torch.set_num_threads(1)
 
@@ -69,7 +70,7 @@ SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     ),
     "mtp": (mtp, {"drafter": MTPConfig(num_modules=2)}),
 }
-# its adapter lies apart, see tests/test_joint.py
+# its adapter lies apart, see tests/models/joint/test_lora.py
 JOINT = {"medusa-2": (medusa, {"joint": JointConfig(rank=2), **FOUR_HEADS})}
 
 
@@ -193,7 +194,7 @@ def test_resumed_run_equals_an_unbroken_one(
 
     prepare_featurizer = prepare.make_featurizer
     monkeypatch.setattr(prepare, "make_featurizer", make_featurizer)
-    monkeypatch.setattr("headstart.data.featurize._GROUP_TOKENS", 128)
+    monkeypatch.setattr("headstart.data.states.featurize._GROUP_TOKENS", 128)
     broken = recipe(tmp_path, verifier, kind, max_steps=8, save_every=3, keep_last=9)
     broken.data.keep_states = keep_states
     broken.tracking.log_every = 2

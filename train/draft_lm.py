@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headstart.data.featurize import Featurizer
-from headstart.eval.speculate import generate
-from headstart.models.draft_lm import DraftLM, DraftLMConfig
+from headstart.data.states.featurize import Featurizer
+from headstart.eval.decoding.speculate import generate
 from headstart.models.drafter import Batch
+from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.losses import LossConfig
-from headstart.models.sampling import Sampling
+from headstart.models.proposal.sampling import Sampling
 from headstart.script import run_script
-from headstart.train.recipe import CommonRecipe, Featurize, train
+from headstart.train.run.recipe import CommonRecipe, Featurize, train
 
 
 @dataclass

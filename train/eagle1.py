@@ -8,10 +8,10 @@ Writes what train/eagle3.py writes.
 
 from dataclasses import dataclass, field
 
-from headstart.models.eagle1 import Eagle1, Eagle1Config
+from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.losses import LossConfig
 from headstart.script import run_script
-from headstart.train.recipe import CommonRecipe, train
+from headstart.train.run.recipe import CommonRecipe, train
 
 
 @dataclass

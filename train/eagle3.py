@@ -9,9 +9,9 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 
 from dataclasses import dataclass, field
 
-from headstart.models.eagle3 import Eagle3, Eagle3Config
+from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.script import run_script
-from headstart.train.recipe import CommonRecipe, train
+from headstart.train.run.recipe import CommonRecipe, train
 
 
 @dataclass

@@ -10,10 +10,10 @@ heads; headstart decodes with them.
 
 from dataclasses import dataclass, field
 
-from headstart.models.hydra_heads import HydraHeads, HydraHeadsConfig
+from headstart.models.drafters.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.losses import LossConfig
 from headstart.script import run_script
-from headstart.train.recipe import CommonRecipe, train
+from headstart.train.run.recipe import CommonRecipe, train
 
 
 @dataclass

@@ -10,13 +10,13 @@ what an engine loads, `metrics.jsonl`, `provenance.json` and the resolved `recip
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.models.adapter import import_peft
-from headstart.models.joint import ADAPTER, JointConfig, JointModel
+from headstart.models.drafters.medusa import Medusa, MedusaConfig
+from headstart.models.joint.lora import ADAPTER, JointConfig, JointModel
 from headstart.models.losses import LossConfig
-from headstart.models.medusa import Medusa, MedusaConfig
-from headstart.models.outline import Outline
+from headstart.models.verifier.adapter import import_peft
+from headstart.models.verifier.outline import Outline
 from headstart.script import run_script
-from headstart.train.recipe import CommonRecipe, train
+from headstart.train.run.recipe import CommonRecipe, train
 
 
 @dataclass

@@ -12,16 +12,16 @@ from typing import Literal
 
 from accelerate import PartialState
 
-from headstart.models import mtp_native
 from headstart.models.drafter import read_tensors
-from headstart.models.joint_mtp import JointMTP, check_loss
+from headstart.models.drafters.mtp import MTP, check_all_trained
+from headstart.models.drafters.mtp_layouts import MTPConfig
+from headstart.models.formats import mtp_native
+from headstart.models.joint.mtp import JointMTP, check_loss
 from headstart.models.losses import LossConfig
-from headstart.models.mtp import MTP, check_all_trained
-from headstart.models.mtp_layouts import MTPConfig
-from headstart.models.outline import Outline
+from headstart.models.verifier.outline import Outline
 from headstart.script import run_script
-from headstart.train.loop import TrainingConfig
-from headstart.train.recipe import CommonRecipe, train
+from headstart.train.run.loop import TrainingConfig
+from headstart.train.run.recipe import CommonRecipe, train
 
 
 @dataclass

@@ -10,7 +10,7 @@ and in each kind a template of its own beside the shared ones.
 import random
 from functools import partial
 
-from headstart.data import templated
+from headstart.data.conversations import templated
 
 THINGS = (
     """

@@ -10,7 +10,7 @@ source texts of its own, and in each category templates of its own beside the sh
 import random
 from functools import partial
 
-from headstart.data import templated
+from headstart.data.conversations import templated
 
 TOPICS = (
     """

@@ -1,0 +1,1 @@
+"""The verifier's answers: asked, written down. May import data/conversations and data/rows."""

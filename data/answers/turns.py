@@ -1,0 +1,109 @@
+"""A conversation while its verifier answers it, turn by turn."""
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from headstart.data.conversations.reading import Conversation
+from headstart.data.rows.template import template_ids
+from headstart.models.proposal.sampling import Sampling
+
+
+@dataclass
+class Limits:
+    """How long prompts and answers may be, in tokens."""
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    context_length: int | None
+    """None: not known; whoever answers refuses what is too long."""
+
+    def excess(self, prompt_tokens: int) -> str | None:
+        """Why a prompt of so many tokens is too long; None: it is not."""
+        if prompt_tokens > self.max_prompt_tokens:
+            return f"longer than max_prompt_tokens ({self.max_prompt_tokens})"
+        if self.context_length and prompt_tokens + self.max_new_tokens > self.context_length:
+            return (
+                f"too long for the context of {self.context_length} tokens, with an answer of "
+                f"{self.max_new_tokens}"
+            )
+        return None
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError where no prompt at all would fit."""
+        if self.context_length and self.max_new_tokens >= self.context_length:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt: the context "
+                f"of {name!r} is {self.context_length} tokens; pass a smaller one"
+            )
+
+
+@dataclass
+class Asking:
+    """How answers are written, whoever writes them."""
+
+    limits: Limits
+    sampling: Sampling
+    seed: int
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class Turns:
+    """The turns written so far, and those that wait: every assistant turn is written anew.
+
+    Args:
+        written: first turns that have been answered already.
+    """
+
+    def __init__(self, conversation: Conversation, written: Sequence[dict[str, Any]] = ()):
+        self.conversation = conversation
+        self.written = list(written)
+        asked = sum(message["role"] != "assistant" for message in written)
+        self.waiting = conversation.asked()[asked:]
+
+    def ask(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> list[int]:
+        """The next turns, up to and with the user or tool turn that wants a reply.
+
+        Returns:
+            Ids of all that is written, up to where the assistant begins.
+        """
+        while self.waiting:
+            self.written.append(self.waiting.pop(0))
+            following = self.waiting[0]["role"] if self.waiting else None
+            if self.written[-1]["role"] in ("user", "tool") and following != "tool":
+                break
+        return template_ids(tokenizer, self.written, self.conversation.tools, kwargs)
+
+    def seed(self) -> int:
+        """Of the next answer: the same for the same turns, whatever is answered beside them."""
+        return zlib.crc32(json.dumps(self.written).encode())
+
+    def reply(self, message: dict[str, Any]) -> bool:
+        """Take in an assistant's turn; whether another one is wanted after it."""
+        self.written.append(message)
+        return bool(self.waiting) and "truncated" not in message
+
+    def answered(self, asking: Asking) -> Conversation:
+        """The conversation with its answers so far, and how they were written."""
+        return Conversation(
+            self.conversation.id,
+            self.written.copy(),
+            tools=self.conversation.tools,
+            category=self.conversation.category,
+            temperature=asking.sampling.temperature,
+            chat_template_kwargs=asking.chat_template_kwargs,
+        )
+
+
+def reply_of(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, terminators: Collection[int]
+) -> dict[str, Any]:
+    """The assistant's turn whose tokens are `ids`; without a terminator at its end it was cut."""
+    finished = ids[-1] in terminators
+    text = tokenizer.decode(ids[:-1] if finished else ids)
+    reply = {"role": "assistant", "content": text, "token_ids": ids}
+    return reply if finished else reply | {"truncated": True}

@@ -1,0 +1,1 @@
+"""Reading and mixing conversations. May import models."""

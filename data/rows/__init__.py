@@ -1,0 +1,1 @@
+"""From conversations to rows of ids, to batches. May import data/conversations."""

@@ -1,0 +1,1 @@
+"""Ship, tune or switch off. May import eval/service."""

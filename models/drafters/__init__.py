@@ -1,0 +1,1 @@
+"""One drafter a file. May import models/parts and below."""

@@ -1,0 +1,1 @@
+"""Verifiers that are trained together with their drafter. May import models/drafters and below."""

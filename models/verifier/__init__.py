@@ -1,0 +1,1 @@
+"""The model drafted for: its states, logits, caches, adapters. May import nothing of headstart but script."""

@@ -1,0 +1,81 @@
+"""What can be told of a verifier before its weights are loaded."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import cached_file
+
+from headstart.models.verifier import adapter, embedded, mimo
+
+NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+
+mimo.register()
+
+
+class Outline(NamedTuple):
+    """What a verifier's config says: enough to check settings before its weights are loaded."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+
+    @classmethod
+    def read(cls, name: str) -> "Outline":
+        """Of `embedded/smollm2-135m`, a local folder, or a Hub name.
+
+        Raises:
+            ValueError: no such model.
+        """
+        path = locate(name)
+        try:
+            config = AutoConfig.from_pretrained(path).get_text_config()
+            sizes = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        except (AttributeError, OSError, ValueError) as error:
+            raise not_loaded(name, error) from error
+        return cls(name, *sizes, context_length(config))
+
+
+def locate(name: str) -> str | Path:
+    """Where transformers finds the model of this name, which may have an adapter.
+
+    Raises:
+        ValueError: no such folder.
+    """
+    name, _ = adapter.split(name)
+    local = name.startswith(("/", ".", "~")) or name.count("/") > 1  # no name of the Hub
+    if local and not Path(name).is_dir():
+        what = "a file, not a folder" if Path(name).exists() else "no such folder"
+        raise ValueError(f"verifier {name!r}: {what}. {NAMES}")
+    return embedded.folder(name) if name.startswith("embedded/") else name
+
+
+def folder(name: str) -> Path:
+    """The folder on this machine that holds the files of the model of this name.
+
+    Raises:
+        ValueError: no such folder.
+    """
+    path = Path(locate(name))
+    return path if path.is_dir() else Path(cached_file(name, "config.json")).parent
+
+
+def not_loaded(name: str, error: Exception, quantised: str | None = None) -> ValueError:
+    """`quantised`: the method that its weights are quantised by, if they are."""
+    what = f" is quantised ({quantised}) and" if quantised else ""
+    hint = "Pass the model it was made from." if quantised else NAMES
+    reason = first_line(error).rstrip(".")
+    return ValueError(f"verifier {name!r}{what} cannot be loaded: {reason}. {hint}")
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Longest text in tokens; beyond any use where the config does not say."""
+    return getattr(config, "max_position_embeddings", None) or 1 << 30
+
+
+def first_line(error: Exception) -> str:
+    """The first sentence-like line of a library's error, for our own one-line errors."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
