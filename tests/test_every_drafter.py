@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from test_speculate import PROMPT, PROMPTS, ROWS, WIDTH, endless, exact_law, plain, small
+from small_texts import PROMPT, PROMPTS, ROWS, WIDTH, endless, exact_law, plain, small
 from tiny import FAMILIES, tokenizer
 from tiny import verifier as tiny_verifier
 

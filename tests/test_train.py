@@ -6,14 +6,12 @@ A new script adds itself to `SCRIPTS`.
 import copy
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from runs import JOINT, ONES, SCRIPTS, recipe, run, write_conversations
 from safetensors.torch import load_file
 from tiny_run import lines, losses
 
@@ -30,90 +29,20 @@ from headstart.data.rows import packing
 from headstart.data.states.featurize import Featurizer
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.draft_lm import DraftLMConfig
-from headstart.models.drafters.eagle3 import Eagle3Config
-from headstart.models.drafters.hydra_heads import HydraHeadsConfig
 from headstart.models.drafters.medusa import Medusa, MedusaConfig
-from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.joint.lora import JointConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import parse, run_script
-from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, mtp
+from headstart.train import eagle3, medusa
 from headstart.train.run import prepare
 from headstart.train.run import recipe as shared
-from headstart.train.run.loop import TrainingConfig
-from headstart.train.run.prepare import DataConfig, check_checkpoint, count_tokens, initial_drafter
-from headstart.train.run.recipe import CommonRecipe
+from headstart.train.run.prepare import check_checkpoint, count_tokens, initial_drafter
 from headstart.train.run.tracking import Tracker
 
 torch.set_num_threads(1)
-
-ONES = torch.ones(64)
-FOUR_HEADS = {"loss": LossConfig(num_steps=4)}
-SCRIPTS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
-    "eagle3": (eagle3, {"drafter": Eagle3Config(draft_vocab_size=32)}),
-    "eagle1": (eagle1, {}),
-    "draft_lm": (
-        draft_lm,
-        {"drafter": DraftLMConfig("layers:0,1,7"), "loss": LossConfig(num_steps=1)},
-    ),
-    "medusa": (medusa, {"drafter": MedusaConfig(shared_projection=False), **FOUR_HEADS}),
-    "medusa, shared projection": (
-        medusa,
-        {"drafter": MedusaConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
-    ),
-    "hydra_heads": (
-        hydra_heads,
-        {"drafter": HydraHeadsConfig(num_layers=2, draft_vocab_size=32), **FOUR_HEADS},
-    ),
-    "mtp": (mtp, {"drafter": MTPConfig(num_modules=2)}),
-}
-# its adapter lies apart, see tests/models/joint/test_lora.py
-JOINT = {"medusa-2": (medusa, {"joint": JointConfig(rank=2), **FOUR_HEADS})}
-
-
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.save(tiny.verifier(), tmp_path_factory.mktemp("verifier"))
-
-
-def write_conversations(path: Path, count: int, seed: int) -> str:
-    words = random.Random(seed)
-
-    def text(least: int, most: int) -> str:
-        return " ".join(f"w{words.randrange(50)}" for _ in range(words.randint(least, most)))
-
-    with path.open("w") as file:
-        for number in range(count):
-            turns = [
-                {"role": "user", "content": text(2, 6)},
-                {"role": "assistant", "content": text(4, 12)},
-            ] * 2
-            file.write(json.dumps({"id": f"{seed}-{number}", "messages": turns}) + "\n")
-    return str(path)
-
-
-def recipe(folder: Path, verifier: str, kind: str = "eagle3", **training: Any) -> CommonRecipe:
-    data = DataConfig(
-        write_conversations(folder / "train.jsonl", 12, seed=1),
-        write_conversations(folder / "eval.jsonl", 5, seed=2),
-        max_length=64,
-        batch_tokens=128,
-        eval_limit=3,
-    )
-    training = {"max_steps": 4, "mixed_precision": "no", "validate_every": 2} | training
-    script, settings = (SCRIPTS | JOINT)[kind]
-    training = TrainingConfig(str(folder / "run"), **training)
-    settings = {"loss": LossConfig(num_steps=2)} | copy.deepcopy(settings)
-    return script.Recipe(data, training, verifier, **settings)
-
-
-def run(recipe: CommonRecipe) -> None:
-    AcceleratorState._reset_state()
-    script = next(s for s, _ in SCRIPTS.values() if isinstance(recipe, s.Recipe))
-    script.run(recipe)
 
 
 def test_run_leaves_a_drafter_for_its_verifier(

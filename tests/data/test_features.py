@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_train import recipe, run, verifier  # noqa: F401
+from runs import recipe, run, verifier  # noqa: F401
 from tiny_run import lines
 
 from headstart.data import features

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import Stub
+from stub_server import Stub
 from workplace import make as make_workplace
 
 from headstart.eval import benchmark

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import foreign
@@ -11,8 +10,17 @@ import pytest
 import torch
 import workplace
 from accelerate.state import AcceleratorState
+from broken import (
+    Change,
+    Config,
+    absolute_map,
+    flipped_norm,
+    other_theta,
+    shifted_layers,
+    without_map,
+)
+from overfit import DRAFTERS
 from safetensors.torch import load_file, save_file
-from test_overfit import DRAFTERS
 from torch import Tensor
 
 from headstart.data.render import Row
@@ -30,9 +38,6 @@ from headstart.train.run.loop import TrainingConfig
 from headstart.train.run.prepare import DataConfig
 
 torch.set_num_threads(1)
-
-Config = dict
-Change = Callable[[Config, dict[str, Tensor]], None]
 
 
 @pytest.fixture(scope="module")
@@ -82,37 +87,13 @@ def examined(place: Path, drafter: str, verifier: Verifier, recorded: bool = Tru
     return doctor.diagnose(settings, doctor.admit(drafter, verifier), verifier)
 
 
-def without_map(config: Config, tensors: dict[str, Tensor]) -> None:
-    del tensors["d2t"]
-
-
 def without_both_maps(config: Config, tensors: dict[str, Tensor]) -> None:
     del tensors["d2t"], tensors["t2d"]
-
-
-def absolute_map(config: Config, tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-
-
-def shifted_layers(by: int) -> Change:
-    def change(config: Config, tensors: dict[str, Tensor]) -> None:
-        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i + by for i in ids]
-
-    return change
-
-
-def flipped_norm(config: Config, tensors: dict[str, Tensor]) -> None:
-    config["norm_before_residual"] = not config["norm_before_residual"]
 
 
 def random_embeddings(config: Config, tensors: dict[str, Tensor]) -> None:
     random = torch.Generator().manual_seed(0)
     tensors["embed_tokens.weight"] = torch.randn(64, 32, generator=random) * 0.02
-
-
-def other_theta(config: Config, tensors: dict[str, Tensor]) -> None:
-    config["rope_parameters"]["rope_theta"] = 20.0
 
 
 BROKEN: dict[str, tuple[str, Change, str]] = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_compare import in_steps
-from test_engine_metrics import page, serving
-from test_engine_server import fake_engine
+from fake_vllm import fake_engine
+from metrics_page import page, serving
+from steps import in_steps
 from workplace import make as make_workplace
 
 from headstart.eval import engine

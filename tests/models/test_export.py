@@ -8,10 +8,10 @@ import foreign
 import pytest
 import tiny
 import torch
-from test_eagle3 import loud as loud_eagle3
-from test_eagle3 import made_loud
-from test_imports import VERIFIER, imported
-from test_layouts import COUNTS, LOSS
+from by_hand import loud as loud_eagle3
+from by_hand import made_loud
+from imported import VERIFIER, imported
+from layout_drafters import COUNTS, LOSS
 
 from headstart.models import export
 from headstart.models.drafter import Drafter, TrainableDrafter, fingerprint

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_replay import (
+from replayed import (
     LIMIT,
     PROMPTS,
     answered,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_overfit import answered_rows, learn
+from overfit import answered_rows, learn
 
 from headstart.eval.engines.parity import TIE, own_answer
 from headstart.eval.losslessness import compare

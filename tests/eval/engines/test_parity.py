@@ -3,7 +3,8 @@
 import pytest
 import tiny
 import torch
-from test_overfit import answered_rows, learn
+from overfit import answered_rows, learn
+from steps import in_steps
 
 from headstart.data.render import Row
 from headstart.eval.decoding.speculate import generate
@@ -47,15 +48,6 @@ def half_trained(request) -> tuple[TrainableDrafter, list[Row]]:
     drafter = MAKERS[request.param](verifier)
     learn(drafter, rows, 5e-3, enough=0.6)
     return drafter, rows
-
-
-def in_steps(answer: Answer, limit: int) -> list[list[int]]:
-    """As vLLM hands the tokens out: round by round, and none past the limit."""
-    steps, at = [answer.tokens[:1]], 1
-    for accepted in answer.accepted:
-        steps.append(answer.tokens[at : min(at + accepted + 1, limit)])
-        at += accepted + 1
-    return steps
 
 
 def counts_of(answer: Answer) -> EngineCounts:

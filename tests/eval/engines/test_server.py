@@ -2,12 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from fake_vllm import fake_engine
 
 from headstart.eval.engines import server
 from headstart.eval.engines.server import (
@@ -193,17 +193,6 @@ def test_command_can_be_typed_as_it_is_shown():
         '\'{"method": "ngram", "num_speculative_tokens": 2}\''
     )
     assert command("m", None, []) == ["vllm", "serve", "m"]
-
-
-def fake_engine(folder: Path, program: str) -> str:
-    """An environment whose `vllm` is a Python program; its library for CPUs is an empty file."""
-    (folder / "bin").mkdir(parents=True)
-    (folder / "lib").mkdir()
-    (folder / "lib" / "libiomp5.so").touch()
-    vllm = folder / "bin" / "vllm"
-    vllm.write_text(f"#!{sys.executable}\n{program}")
-    vllm.chmod(0o755)
-    return str(folder)
 
 
 def test_cpu_build_gets_its_settings_and_the_callers_own_win(tmp_path, monkeypatch):

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
-from test_doctor import (
+from broken import (
     Change,
     absolute_map,
     flipped_norm,
@@ -24,10 +23,11 @@ from test_doctor import (
     shifted_layers,
     without_map,
 )
-from test_engine_vllm import LENGTH, LOSS, K, answered, counted
-from test_engine_vllm import pytestmark as engine_marks
-from test_overfit import answered_rows, learn
+from overfit import answered_rows, learn
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vllm_runs import LENGTH, LOSS, K, answered, counted
+from vllm_runs import pytestmark as engine_marks
 
 from headstart.data.conversations import reading
 from headstart.eval import doctor

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_engine_vllm import LENGTH, LOSS, answered, check, compared
-from test_engine_vllm import pytestmark as pytestmark
-from test_overfit import answered_rows, learn
+from overfit import answered_rows, learn
+from vllm_runs import LENGTH, LOSS, answered, check, compared
+from vllm_runs import pytestmark as pytestmark
 
 from headstart.data.render import render_all
 from headstart.eval.decoding.trial import pick, prompt_of

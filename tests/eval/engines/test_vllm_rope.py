@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_engine_vllm import LENGTH, LOSS, K, answered, check, compared
-from test_engine_vllm import pytestmark as pytestmark
-from test_overfit import answered_rows
+from overfit import answered_rows
+from vllm_runs import LENGTH, LOSS, K, answered, check, compared
+from vllm_runs import pytestmark as pytestmark
 
 from headstart.data.render import Row
 from headstart.data.rows.collate import collate

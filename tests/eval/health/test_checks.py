@@ -6,9 +6,9 @@ import foreign
 import pytest
 import tiny
 import torch
-from test_imports import EMBEDDINGS, VERIFIER
-from test_layouts import DRAFTERS, SCALED
-from test_probe import patient_of
+from imported import EMBEDDINGS, VERIFIER
+from layout_drafters import DRAFTERS, SCALED
+from patients import patient_of
 from torch import Tensor
 
 from headstart.eval.doctor import admit

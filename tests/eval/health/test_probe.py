@@ -1,25 +1,16 @@
 """Other readings of a drafter's folder, and when one of them counts."""
 
-import json
-
 import foreign
 import pytest
 import torch
+from imported import EMBEDDINGS, MAKERS, VERIFIER
+from patients import patient_of
 from served import batch_of, texts
-from test_imports import EMBEDDINGS, MAKERS, VERIFIER
 from torch import Tensor
 
 from headstart.eval.health.checks import Patient
 from headstart.eval.health.probe import clear, drafter_of, readings, right
 from headstart.models.drafter import supervised
-from headstart.models.formats import imports
-
-
-def patient_of(folder, maker) -> Patient:
-    maker(folder)
-    kind, config, tensors = imports.translate(folder, VERIFIER)
-    written = json.loads((folder / "config.json").read_text())
-    return Patient(str(folder), kind, config, tensors, ours=False, written=written)
 
 
 def flags(*counts: int) -> tuple[Tensor, Tensor]:

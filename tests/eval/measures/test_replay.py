@@ -1,16 +1,23 @@
 """Replay against every path worked out one by one, and against real decoding."""
 
-import itertools
-
 import pytest
 import torch
-from tiny import verifier as tiny_verifier
+from replayed import (
+    GREEDY,
+    LIMIT,
+    PROMPTS,
+    answered,
+    assert_equal,
+    decoded_and_replayed,
+    flat,
+    verifier_of,
+)
 
 from headstart.data.render import Row
 from headstart.data.rows.collate import collate
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
-from headstart.eval.measures.counts import Counts, summarise
+from headstart.eval.measures.counts import summarise
 from headstart.eval.measures.replay import (
     acceptance_table,
     count_turn,
@@ -25,13 +32,6 @@ from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier
-
-GREEDY = Drafting(False, Sampling())
-
-
-def flat(found: list[list[Counts]]) -> list[Counts]:
-    return list(itertools.chain.from_iterable(found))
-
 
 # ---- counting ----------------------------------------------------------------------------------
 
@@ -120,14 +120,6 @@ def test_turns_are_found(mask, documents, expected):
 # ---- against decoding --------------------------------------------------------------------------
 
 
-def verifier_of(softness: float = 1.0) -> Verifier:
-    made = tiny_verifier(hidden_size=64, intermediate_size=128)
-    made.terminator_ids = ()
-    with torch.no_grad():
-        made.head.weight.mul_(softness)
-    return made
-
-
 def trained(verifier: Verifier, rows: list[Row], steps: int, draft_vocab_size=None) -> Eagle3:
     """A drafter that knows part of `rows`."""
     counts = torch.zeros(64)
@@ -152,19 +144,6 @@ def with_states(drafter: Eagle3, batch: Batch) -> Batch:
     return Batch(**batch, features=states.features, last_hidden=states.last_hidden)
 
 
-def answered(prompt: list[int], answer: list[int], name: str = "row") -> Row:
-    return Row(prompt + answer, [0] * len(prompt) + [1] * len(answer), name)
-
-
-def assert_equal(replayed: Counts, decoded: Counts) -> None:
-    for name in ("tokens", "rounds", "drafted", "examined", "accepted"):
-        assert getattr(replayed, name) == getattr(decoded, name), name
-
-
-PROMPTS = [[5, 9, 11], [7], [20, 4, 33, 34, 35], [50, 51], [8, 8], [30], [12, 13, 14, 15], [60, 3]]
-LIMIT = 26
-
-
 @pytest.fixture(scope="module", params=[None, 48], ids=["whole", "draft vocabulary"])
 def partly_trained(request) -> Eagle3:
     verifier = verifier_of()
@@ -180,16 +159,6 @@ def stopping(partly_trained):
     partly_trained.verifier.terminator_ids = (17, 40, 44)
     yield partly_trained
     partly_trained.verifier.terminator_ids = ()
-
-
-def decoded_and_replayed(drafter: Eagle3, draft_length: int, limit: int, packed: bool):
-    settings = {"shape": chain(draft_length), "sampling": Sampling(), "drafting": GREEDY}
-    outputs = generate(drafter.verifier, drafter, PROMPTS, max_new_tokens=limit, **settings)
-    decoded = [output.counts("row") for output in outputs]
-    rows = [answered(p, o.tokens) for p, o in zip(PROMPTS, outputs, strict=True)]
-    featurize = Featurizer(drafter.verifier, drafter.feature_layers)
-    batch = featurize(collate(rows, 64, packed=packed))
-    return decoded, flat(replay(drafter, [batch], draft_length, Sampling(), GREEDY, limit))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from by_hand import ROUNDS, batch_of, by_hand, double, made_loud
 from safetensors.torch import load_file
 from served import Serving, close, texts
-from test_eagle3 import ROUNDS, batch_of, by_hand, double, made_loud
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 

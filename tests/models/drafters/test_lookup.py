@@ -4,7 +4,7 @@ import random as python_random
 
 import pytest
 import torch
-from test_speculate import endless, plain
+from small_texts import endless, plain
 
 from headstart.eval.decoding.speculate import generate
 from headstart.models.drafter import Drafting, Proposal

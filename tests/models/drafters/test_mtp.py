@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_hand import batch_of, rms, rotated
+from loud_mtp import VERIFIER, loud, make
+from runs import recipe, run
 from served import (
     CHAIN,
     TREE,
@@ -15,8 +18,6 @@ from served import (
     close,
     texts,
 )
-from test_eagle3 import batch_of, rms, rotated
-from test_train import recipe, run
 from tiny import FAMILIES
 from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
@@ -31,14 +32,11 @@ from headstart.models.drafter import Batch
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.loading import load_checkpoint
-from headstart.models.losses import LossConfig
-from headstart.models.verifier.verifier import Verifier
 from headstart.script import parse
 from headstart.train import mtp
 from headstart.train.run.checkpoint import model_card
 from headstart.train.run.loop import TrainingConfig
 
-VERIFIER = tiny_verifier()
 with torch.no_grad():  # a norm without weights of its own is not seen through another norm
     VERIFIER.decoder.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(9))
 FACTS = {  # hidden first, state after the verifier's norm, output after its own, zeros at 0
@@ -48,24 +46,6 @@ FACTS = {  # hidden first, state after the verifier's norm, output after its own
     "qwen3_next": (False, True, True, False),
 }
 TRAPS = ("hidden_first", "normed_input", "normed_feedback", "zero_first")
-
-
-def make(num_modules: int = 1, steps: int = 3, verifier: Verifier = VERIFIER, **settings) -> MTP:
-    loss = LossConfig("ce", num_steps=steps, gamma=1.0)
-    return MTP.create(verifier, MTPConfig(num_modules, **settings), loss)
-
-
-def loud(num_modules: int = 1, **settings) -> MTP:
-    """Weights large enough that every one of them shows in the output, norms included."""
-    drafter = make(num_modules, **settings)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            if weight.dim() >= 2:
-                weight.normal_(0, 1.2 / weight.shape[-1] ** 0.5)
-            else:
-                weight.uniform_(0.5, 1.5)
-    return drafter.eval()
 
 
 # ---- the equations -----------------------------------------------------------------------------

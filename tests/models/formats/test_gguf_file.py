@@ -8,48 +8,29 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from by_hand import made_loud
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from test_eagle3 import made_loud
+from gguf_files import LOSS, draft_lm, exported, verifier
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from headstart.models import export
-from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
+from headstart.models.drafters.draft_lm import DraftLM
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.export import Export
 from headstart.models.formats import gguf_file
-from headstart.models.losses import LossConfig
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import run_script
 
-LOSS = LossConfig(num_steps=3)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0,
         "original_max_position_embeddings": 128}  # fmt: skip
 
 
-def verifier(
-    family: str = "llama", tokenizer: PreTrainedTokenizerBase | None = None, **settings
-) -> Verifier:
-    made = tiny.verifier(family, vocab_size=300, **settings)
-    return Verifier(made.model, tokenizer or tiny.byte_level(300), made.name)
-
-
-def draft_lm(target: Verifier) -> DraftLM:
-    return DraftLM.create(target, DraftLMConfig("layers:0,3,7"), LOSS)
-
-
 def eagle3(target: Verifier, **settings) -> Eagle3:
     return made_loud(Eagle3.create(target, Eagle3Config(**settings), LOSS, torch.ones(300)))
-
-
-def exported(
-    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **more
-) -> Path:
-    gguf_file.write(draft_lm(verifier(family, **more)), folder / "draft.gguf", dtype, None)
-    return folder / "draft.gguf"
 
 
 def tensors_of(file: Path) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
 
 
 def test_transformers_reads_a_tokenizer_that_splits_text_as_before(tmp_path):
-    from test_gguf_file import exported  # a file with a model in it, which transformers wants
+    from gguf_files import exported  # a file with a model in it, which transformers wants
 
     made = tiny.byte_level(300)
     file = exported(tmp_path, tokenizer=made)

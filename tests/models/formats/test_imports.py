@@ -7,12 +7,13 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from by_hand import eagle3_by_hand
+from imported import EMBEDDINGS, MAKERS, OTHERS, VERIFIER, imported
+from runs import ONES, write_conversations
 from served import GREEDY, Serving, batch_of, close, texts
-from test_eagle3 import eagle3_by_hand
-from test_train import ONES, write_conversations
 
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import TrainableDrafter, fingerprint
+from headstart.models.drafter import fingerprint
 from headstart.models.drafters.draft_lm import DraftLM
 from headstart.models.formats import imports
 from headstart.models.loading import load, load_checkpoint
@@ -20,32 +21,14 @@ from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.outline import Outline
-from headstart.models.verifier.verifier import Verifier
 from headstart.train import draft_lm, eagle1, eagle3, medusa
 from headstart.train.run.loop import TrainingConfig
 from headstart.train.run.prepare import DataConfig, check_checkpoint, initial_drafter
 
 torch.set_num_threads(1)
 
-VERIFIER = tiny.verifier()
-EMBEDDINGS = VERIFIER.model.get_input_embeddings().weight.detach()
 LOSS = LossConfig(num_steps=3)
-OTHERS = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-MAKERS = {
-    "eagle3, original": foreign.original_eagle3,
-    "eagle3, speculators": lambda f: foreign.speculators_eagle3(f, False, EMBEDDINGS.clone()),
-    "eagle3, speculators, normed, own embeddings": lambda f: foreign.speculators_eagle3(
-        f, True, OTHERS
-    ),
-    "eagle1, original": lambda f: foreign.original_eagle1(f, EMBEDDINGS, bias=False),
-    "eagle1, original, bias": lambda f: foreign.original_eagle1(f, OTHERS, bias=True),
-    "medusa, original": foreign.original_medusa,
-}
 SCRIPTS = {"eagle3": eagle3, "eagle1": eagle1, "medusa": medusa, "draft_lm": draft_lm}
-
-
-def imported(name: str, folder: Path, verifier: Verifier = VERIFIER) -> TrainableDrafter:
-    return load(str(MAKERS[name](folder)), verifier)
 
 
 @pytest.mark.parametrize("name", MAKERS)

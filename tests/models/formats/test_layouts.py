@@ -5,13 +5,13 @@ import json
 import pytest
 import tiny
 import torch
+from layout_drafters import COUNTS, DRAFTERS, LOSS, SCALED
 from safetensors.torch import load_file
 
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
-from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.drafters.hydra_heads import HydraHeads
-from headstart.models.drafters.medusa import Medusa, MedusaConfig
+from headstart.models.drafters.medusa import MedusaConfig
 from headstart.models.formats import layouts
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
@@ -19,19 +19,6 @@ from headstart.models.losses import LossConfig
 VERIFIER = tiny.verifier()
 # head_dim * heads is not the width, and more heads than keys
 WIDE = tiny.verifier(head_dim=16, num_attention_heads=8, num_key_value_heads=4)
-LOSS = LossConfig(num_steps=3)
-COUNTS = torch.ones(64)
-DRAFTERS = {
-    "eagle3": lambda v: Eagle3.create(v, Eagle3Config(), LOSS, COUNTS),
-    "eagle3, draft vocabulary": lambda v: Eagle3.create(
-        v, Eagle3Config((1, 8), 40, fc_norm=True), LOSS, COUNTS
-    ),
-    "eagle1": lambda v: Eagle1.create(v, Eagle1Config(), LOSS),
-    "medusa": lambda v: Medusa.create(
-        v, MedusaConfig(2, shared_projection=False, draft_vocab_size=40), LOSS, COUNTS
-    ),
-    "medusa, shared projection": lambda v: Medusa.create(v, MedusaConfig(), LOSS, COUNTS),
-}
 
 
 @pytest.mark.parametrize("verifier", [VERIFIER, WIDE], ids=["narrow", "wide"])
@@ -44,14 +31,6 @@ def test_a_saved_drafter_is_its_table(name, verifier, tmp_path):
     required = layouts.required(kind, config)
     assert required.items() <= found.items()
     assert found.items() <= (required | layouts.optional(kind, config)).items()
-
-
-SCALED = {
-    "llama3": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0,
-             "original_max_position_embeddings": 256},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("scaling", SCALED)

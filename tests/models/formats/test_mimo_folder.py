@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from loud_mtp import loud
 from safetensors.torch import load_file, save_file
-from test_mtp import loud
 from transformers import AutoConfig
 
 from headstart.eval.decoding.speculate import generate

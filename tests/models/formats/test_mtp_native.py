@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from runs import recipe, run
 from safetensors.torch import load_file, save_file
-from test_train import recipe, run
 from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_train import recipe, run
+from runs import recipe, run
 from tiny_run import batch as random_batch
 from tiny_run import lines, losses
 from torch.nn.functional import cross_entropy

@@ -7,7 +7,7 @@ import peft
 import pytest
 import tiny
 import torch
-from test_train import recipe, run, verifier  # noqa: F401
+from runs import recipe, run, verifier  # noqa: F401
 
 from headstart.data import regenerate
 from headstart.eval.engines import server

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from test_eagle3 import loud as loud_eagle3
-from test_imports import VERIFIER
-from test_layouts import LOSS
+from by_hand import loud as loud_eagle3
+from imported import VERIFIER
+from layout_drafters import LOSS
 
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.export import converted, write

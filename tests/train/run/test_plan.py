@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_train import SCRIPTS, recipe, run, verifier  # noqa: F401
+from runs import SCRIPTS, recipe, run, verifier  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.models.joint.lora import JointConfig

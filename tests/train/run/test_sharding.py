@@ -17,8 +17,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from runs import recipe, verifier  # noqa: F401
 from safetensors.torch import load_file
-from test_train import recipe, verifier  # noqa: F401
 from tiny_run import losses, train
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

@@ -1,0 +1,35 @@
+"""Ways to break a saved drafter."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Config = dict
+
+
+Change = Callable[[Config, dict[str, Tensor]], None]
+
+
+def without_map(config: Config, tensors: dict[str, Tensor]) -> None:
+    del tensors["d2t"]
+
+
+def absolute_map(config: Config, tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def shifted_layers(by: int) -> Change:
+    def change(config: Config, tensors: dict[str, Tensor]) -> None:
+        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i + by for i in ids]
+
+    return change
+
+
+def flipped_norm(config: Config, tensors: dict[str, Tensor]) -> None:
+    config["norm_before_residual"] = not config["norm_before_residual"]
+
+
+def other_theta(config: Config, tensors: dict[str, Tensor]) -> None:
+    config["rope_parameters"]["rope_theta"] = 20.0
