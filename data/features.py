@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstart.data.conversations import reading
-from headstart.data.render import render_all
 from headstart.data.rows.packing import by_length
+from headstart.data.rows.rendering import render_all
 from headstart.data.states.cache import Cache, key, template_of
 from headstart.data.states.featurize import Featurizer
 from headstart.lock import only_writer

@@ -37,8 +37,8 @@ from headstart.data.answers.decoding import answer, self_prompts, user_prefix
 from headstart.data.answers.remote import RemoteVerifier
 from headstart.data.answers.turns import Asking, Limits, Turns
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
-from headstart.data.render import load_tokenizer
+from headstart.data.conversations.conversation import Conversation
+from headstart.data.rows.rendering import load_tokenizer
 from headstart.models.proposal.sampling import Sampling, check_seed
 from headstart.models.verifier.adapter import join
 from headstart.models.verifier.verifier import Verifier

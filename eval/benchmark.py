@@ -17,11 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.acceptance import fingerprint_of
-from headstart.eval.gate import judge
 from headstart.eval.gating.checks import Thresholds
 from headstart.eval.gating.evidence import Report, check, read
+from headstart.eval.gating.verdict import Verdict, judge
 from headstart.eval.reports import report
+from headstart.eval.reports.measuring import fingerprint_of
 from headstart.eval.service import cells, fit, page
 from headstart.eval.service.own_loop import lossless, own_loop
 from headstart.eval.service.server_loop import Server, servers_loop
@@ -280,8 +280,20 @@ def conclude(
         judge(reports, replace(settings.gate, concurrency=concurrency))
         for concurrency in settings.concurrency
     ]
-    page.write(result, verdict, elsewhere, out)
+    page.write(result, opinion(verdict), [opinion(other) for other in elsewhere], out)
     print(f"\n{page.table(result)}\n\n{verdict}\nwrote {out}/benchmark.json, benchmark.html")
+
+
+def opinion(verdict: Verdict) -> page.Opinion:
+    """The gate's verdict, for the page."""
+    return page.Opinion(
+        verdict.value,
+        verdict.concurrency,
+        verdict.drafts,
+        holds=not verdict.code,
+        reasons=[f"{check.name}: {check.reason}" for check in verdict.reasons],
+        checks=[[check.name, check.result, check.reason] for check in verdict.checks],
+    )
 
 
 if __name__ == "__main__":

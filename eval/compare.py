@@ -15,16 +15,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headstart.data.render import Row
-from headstart.eval import acceptance
-from headstart.eval.acceptance import Acceptance, fingerprint_of
+from headstart.data.rows.row import Row
 from headstart.eval.decoding.trial import pick
 from headstart.eval.measures.replay import turns
-from headstart.eval.reports import report, side_by_side
+from headstart.eval.reports import measuring, report, side_by_side
 from headstart.eval.reports.measurement import Measurement, RunSettings, check_data
+from headstart.eval.reports.measuring import Acceptance, fingerprint_of
 from headstart.eval.reports.side_by_side import Compared
 from headstart.lock import only_writer
-from headstart.models import loading
+from headstart.models import loading, saved
 from headstart.models.loading import check_name, load
 from headstart.models.proposal import trees
 from headstart.models.verifier.verifier import Verifier
@@ -93,7 +92,7 @@ def verifier_name(settings: Compare) -> str:
         if (Path(name) / "report.json").is_file():
             return read_report(Path(name) / "report.json")[0]["verifier"]["name"]
         if loading.is_checkpoint(name):
-            return loading.read_config(name)["headstart"]["verifier"]
+            return saved.read_config(name)["headstart"]["verifier"]
     raise ValueError(
         "verifier: none of the drafters was made for one in particular; pass --verifier, such as "
         "embedded/smollm2-135m"
@@ -215,7 +214,7 @@ def to_measure(
     """
     drafter = load(name, verifier, wanted.allow_verifier)
     with named(f"drafters {name!r}"):
-        acceptance.check(drafter, wanted)
+        measuring.check(drafter, wanted)
     path = Path(wanted.out) / "report.json"
     compared = Compared(label, name, path, training_tokens(name), None)
     if not path.is_file():
@@ -258,7 +257,7 @@ def measure_all(settings: Compare, names: list[str], out: Path) -> None:
     for name in settings.drafters:
         check_name(name, verifier_name(settings))
     verifier = Verifier.load(verifier_name(settings), settings.dtype, settings.device)
-    rows = [acceptance.read_rows(verifier, one, settings) for one in settings.runs]
+    rows = [measuring.read_rows(verifier, one, settings) for one in settings.runs]
     wanted = [
         settings_of(settings, verifier.name, name, label)
         for name, label in zip(settings.drafters, names, strict=True)
@@ -275,7 +274,7 @@ def measure_all(settings: Compare, names: list[str], out: Path) -> None:
             continue
         print(f"\n{number}: measured now", flush=True)
         made = load(one.drafter, verifier, one.allow_verifier)
-        drafter.report = acceptance.measure(one, verifier, made)
+        drafter.report = measuring.measure(one, verifier, made)
         report.write(drafter.report, Path(one.out))
         print(f"wrote {drafter.path}")
     side_by_side.write(compared, settings, out)

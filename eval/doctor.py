@@ -20,21 +20,24 @@ from typing import Any
 import yaml
 from transformers import LlamaConfig
 
-from headstart.data import regenerate, render
 from headstart.data.answers import decoding
+from headstart.data.answers.turns import Asking, Limits
 from headstart.data.conversations import reading
-from headstart.data.render import Audit, Row
+from headstart.data.conversations.conversation import Conversation
+from headstart.data.rows import rendering
+from headstart.data.rows.row import Audit, Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.health import checks, probe
 from headstart.eval.health.checks import CHECKS, Finding, Patient
 from headstart.eval.measures.counts import summarise
 from headstart.eval.measures.replay import replay_rows
-from headstart.models.drafter import read_tensors
+from headstart.models import saved
 from headstart.models.drafters.eagle3 import check_layers
 from headstart.models.formats import imports, layouts
 from headstart.models.joint.lora import tune
-from headstart.models.loading import CLASSES, read_config, tunes_verifier
+from headstart.models.loading import CLASSES, tunes_verifier
 from headstart.models.proposal.sampling import Sampling
+from headstart.models.saved import read_config, read_tensors
 from headstart.models.verifier.verifier import Verifier
 
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
@@ -93,7 +96,7 @@ def admit(folder: str, verifier: Verifier) -> Patient:
     Raises:
         ValueError: no drafter there, or one of which nothing can be said.
     """
-    if imports.kind_in(folder) is not None:
+    if saved.kind_in(folder) is not None:
         kind, config, tensors = imports.translate(folder, verifier)
         written = json.loads((Path(folder) / "config.json").read_text())
         return Patient(folder, kind, config, tensors, ours=False, written=written)
@@ -172,7 +175,7 @@ def verifier_of(settings: Doctor) -> str:
     """
     if settings.verifier is not None:
         return settings.verifier
-    if imports.kind_in(settings.drafter) is not None:
+    if saved.kind_in(settings.drafter) is not None:
         raise ValueError(
             f"verifier: {settings.drafter} does not say for which it was made; pass --verifier"
         )
@@ -202,23 +205,24 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
     rules = (verifier.tokenizer, verifier.terminator_ids, settings.max_length, kwargs)
     audit, rows = Audit(), []
     for conversation in chosen:
-        found = render.render(conversation, *rules)
+        found = rendering.render(conversation, *rules)
         audit.add(found)
         rows += [row for row in found if not row.empty]
     return rows, audit, bool(same)
 
 
 def answered(
-    prompts: list[reading.Conversation], settings: Doctor, verifier: Verifier
-) -> list[reading.Conversation]:
+    prompts: list[Conversation], settings: Doctor, verifier: Verifier
+) -> list[Conversation]:
     """The first turn of each, answered greedily by the verifier."""
     first = []
     for prompt in prompts:
         asked = prompt.asked()
         last = next((i for i, m in enumerate(asked) if m["role"] == "user"), len(asked) - 1)
         first.append(replace(prompt, messages=asked[: last + 1], chat_template_kwargs=None))
-    how = regenerate.Regenerate(out="", max_new_tokens=settings.max_new_tokens)
-    asking = regenerate.asked(how, verifier.context_length)
+    context = verifier.context_length
+    limits = Limits(context, settings.max_new_tokens, context)
+    asking = Asking(limits, Sampling(), seed=0, chat_template_kwargs=None)
     return decoding.answer(verifier, first, asking, lambda tokens: None, Counter())
 
 

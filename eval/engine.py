@@ -19,8 +19,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headstart.data import render
-from headstart.data.render import Row
+from headstart.data.rows import rendering
+from headstart.data.rows.row import Row
 from headstart.eval.decoding.trial import pick, prompt_of
 from headstart.eval.engines import metrics
 from headstart.eval.engines import report as engine_report
@@ -162,7 +162,7 @@ def chosen_rows(settings: Compare, verifier: Verifier) -> list[Row]:
     Raises:
         ValueError: data that cannot be read, or none of these categories.
     """
-    rows, _ = render.render_all(
+    rows, _ = rendering.render_all(
         settings.prompts, verifier.tokenizer, verifier.terminator_ids, settings.max_length
     )
     if settings.categories is not None:

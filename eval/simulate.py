@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.lossless import LEAST_EXPECTED, ChiSquare, chi_square
 from headstart.eval.decoding.rejection import verify_chain
-from headstart.eval.losslessness import LEAST_EXPECTED, ChiSquare, chi_square
 from headstart.eval.measures.speedup import (
     breakeven_acceptance_rate,
     expected_tokens_per_verify,

@@ -27,15 +27,11 @@ from headstart.models.drafters.medusa import Medusa
 from headstart.models.drafters.mtp import MTP
 from headstart.models.formats import gguf_file, layouts, mimo_folder
 from headstart.models.formats.imports import SGLANG_IDS
-from headstart.models.loading import (
-    class_of,
-    is_checkpoint,
-    load_pair,
-    read_config,
-    tunes_verifier,
-)
+from headstart.models.loading import class_of, is_checkpoint, load_pair, tunes_verifier
+from headstart.models.saved import read_config
 from headstart.models.verifier import embedded
 from headstart.models.verifier.adapter import check_merged
+from headstart.models.verifier.names import is_embedded
 from headstart.models.verifier.weights import save_tensors
 
 
@@ -304,7 +300,7 @@ def run(settings: Export) -> None:
         _write_gguf(settings, drafter, out, dtype)
         return
     name = verifier.name
-    if name.startswith("embedded/"):
+    if is_embedded(name):
         name = str(embedded.folder(name))
     elif Path(name).is_dir():
         name = str(Path(name).resolve())  # a server may run anywhere

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from headstart.models.drafter import Drafter, TrainableDrafter, explained, made_for
+from headstart.models import saved
+from headstart.models.drafter import Drafter, TrainableDrafter
 from headstart.models.drafters.draft_lm import (
     DraftLM,
     DraftLMConfig,
@@ -29,6 +29,8 @@ from headstart.models.formats import imports, mtp_native
 from headstart.models.joint.lora import tune
 from headstart.models.joint.mtp import VERIFIER
 from headstart.models.losses import LossConfig
+from headstart.models.saved import explained, made_for, read_config
+from headstart.models.verifier.names import is_path
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import named, options
@@ -69,7 +71,7 @@ def load(name: str, verifier: Verifier, allow_verifier: bool = False) -> Drafter
     if kind == "layers":
         return DraftLM(parse_cut(name, verifier, "drafter"), verifier, LossConfig()).eval()
     dtype = str(verifier.dtype).removeprefix("torch.")
-    if imports.kind_in(name) is not None:
+    if saved.kind_in(name) is not None:
         return imports.load(name, verifier, LossConfig()).eval()
     if not is_checkpoint(name):
         return DraftLM(load_lm(name, dtype, verifier), verifier, LossConfig()).eval()
@@ -97,10 +99,10 @@ def is_checkpoint(name: str) -> bool:
     """Whether this names a folder that headstart should have saved: no lookup, no model, no drafter
     of another program."""
     folder = Path(name)
-    if name.partition(":")[0] in (*LOOKUPS, "layers") or imports.kind_in(folder) is not None:
+    if name.partition(":")[0] in (*LOOKUPS, "layers") or saved.kind_in(folder) is not None:
         return False
     if not folder.exists():  # a link or a path that leads nowhere, or a name of the Hub
-        return folder.is_symlink() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+        return folder.is_symlink() or is_path(name)
     try:
         config = json.loads((folder / "config.json").read_text())
         return "headstart" in config or "model_type" not in config
@@ -156,7 +158,7 @@ def class_of(name: str) -> type[Drafter] | None:
         return LOOKUPS[kind][0]
     if kind == "layers":
         return DraftLM
-    if (theirs := imports.kind_in(name)) is not None:
+    if (theirs := saved.kind_in(name)) is not None:
         return imports.CLASSES.get(theirs)
     if is_checkpoint(name):
         return CLASSES.get(read_config(name)["headstart"]["type"])
@@ -170,7 +172,7 @@ def load_to_train(folder: str, verifier: Verifier, loss: LossConfig) -> Trainabl
     Raises:
         ValueError: none of these, or one that cannot be read.
     """
-    if imports.kind_in(folder) is not None:
+    if saved.kind_in(folder) is not None:
         return imports.load(folder, verifier, loss)
     if not is_checkpoint(folder):
         return DraftLM.create(verifier, DraftLMConfig(folder), loss)
@@ -227,39 +229,3 @@ def load_checkpoint(
     kept = {key: value for key, value in entry.items() if key != "adapter"}
     drafter.config.headstart = kept | made_for(verifier, entry["type"])
     return drafter
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config of a drafter that headstart saved.
-
-    Raises:
-        ValueError: no such drafter there, or one whose headstart entry is damaged.
-    """
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        for key in ("type", "fingerprint", "verifier"):
-            config["headstart"][key]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        if Path(folder).is_symlink() and not Path(folder).exists():
-            raise ValueError(
-                f"drafter {str(folder)!r} is a link that leads nowhere; copy a checkpoint with "
-                "cp -rL, which follows links"
-            ) from error
-        found = "no readable config.json with a headstart entry"
-        found = found if Path(folder).exists() else "no such folder"
-        # of a run's folder, its best checkpoint, or else its newest
-        inside = [Path(folder) / "best", *sorted(Path(folder).glob("checkpoints/step-*"))[::-1]]
-        near = next((str(path) for path in inside if (path / "config.json").is_file()), None)
-        hint = f"did you mean {near!r}?" if near else (
-            "pass the folder of a checkpoint, such as outputs/run/best"
-        )  # fmt: skip
-        raise ValueError(
-            f"drafter {str(folder)!r} is not a checkpoint of headstart: {found}; {hint}"
-        ) from error
-    for key in ("type", "fingerprint", "verifier"):
-        if not isinstance(config["headstart"][key], str):
-            raise ValueError(
-                f"drafter {str(folder)!r}: config.json: headstart.{key} is "
-                f"{config['headstart'][key]!r}, not a text; use another checkpoint"
-            )
-    return config

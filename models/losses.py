@@ -10,17 +10,17 @@ Legend: n rows, S steps, H verifier's hidden size, H' the drafter's, V and V' vo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headstart.models import vocab
-
-if TYPE_CHECKING:
-    from headstart.models.drafter import Batch, Loss, TrainableDrafter
+from headstart.models.batch import Batch, Loss, supervised
+from headstart.models.verifier.verifier import Verifier
 
 _ROWS = 64
 _MOST_STEPS = 100  # beyond any use: a slip of the keyboard would fill memory
@@ -63,6 +63,19 @@ class LossConfig:
         return weights / weights.sum()
 
 
+class Learner(Protocol):
+    """What the losses ask of a drafter."""
+
+    loss: LossConfig
+    one_head: bool
+    draft_ids: Tensor | None
+
+    @property
+    def verifier(self) -> Verifier: ...
+    def logits(self, hidden: Tensor, step: int) -> Tensor: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+
+
 class Teacher:
     """What the losses need of the verifier's logits at m positions, for n rows taught there."""
 
@@ -74,9 +87,7 @@ class Teacher:
         self.q_tilde = (log_q - self.log_mass).exp()  # [m, V']; the mass itself may underflow
 
     @classmethod
-    def of(
-        cls, drafter: TrainableDrafter, last_hidden: Tensor, index: Tensor | None = None
-    ) -> Teacher:
+    def of(cls, drafter: Learner, last_hidden: Tensor, index: Tensor | None = None) -> Teacher:
         """Of the verifier's `last_hidden [m, H]`.
 
         q̃ needs no logits outside V', so only `lk` and `lk_hybrid`, whose q is not renormalised, pay
@@ -164,7 +175,7 @@ def _divergence(config: LossConfig, log_q: Tensor, log_p: Tensor) -> RowLosses:
 
 
 def unrolled_loss(
-    drafter: TrainableDrafter,
+    drafter: Learner,
     batch: Batch,
     hidden: list[Tensor],
     weights: Tensor,
@@ -177,7 +188,6 @@ def unrolled_loss(
         weights: [S].
         first: step of the first of them.
     """
-    from headstart.models.drafter import Loss, supervised
 
     steps = range(first, first + len(hidden))
     slots = [supervised(batch, s).flatten().nonzero()[:, 0] for s in steps]
@@ -220,7 +230,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _chunked(
-    drafter: TrainableDrafter,
+    drafter: Learner,
     batch: Batch,
     slots: list[Tensor],
     taught: list[Tensor],
@@ -284,7 +294,7 @@ def _chunked(
     return value, sums, [*shaped, *gradients]
 
 
-def _project(drafter: TrainableDrafter, rows: Tensor, counts: list[int]) -> Tensor:
+def _project(drafter: Learner, rows: Tensor, counts: list[int]) -> Tensor:
     """Logits of rows that are in order of their steps: `counts[s]` of step s, then padding."""
     if drafter.one_head:
         return drafter.logits(rows, 0)

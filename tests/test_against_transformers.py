@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from headstart.data.render import render_all
+from headstart.data.rows.rendering import render_all
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.decoding.trial import pick, prompt_of
-from headstart.models.drafter import Drafting
 from headstart.models.drafters.draft_lm import DraftLM, cut
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

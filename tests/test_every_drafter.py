@@ -12,11 +12,11 @@ from small_texts import PROMPT, PROMPTS, ROWS, WIDTH, endless, exact_law, plain,
 from tiny import FAMILIES, tokenizer
 from tiny import verifier as tiny_verifier
 
-from headstart.data.render import render_all
+from headstart.data.rows.rendering import render_all
+from headstart.eval.decoding.lossless import chi_square, compare
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.decoding.trial import drafting_for, pick, prompt_of
-from headstart.eval.losslessness import chi_square, compare
-from headstart.models.drafter import Drafter, Drafting
+from headstart.models.drafter import Drafter
 from headstart.models.drafters.draft_lm import DraftLM, cut
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
@@ -28,6 +28,7 @@ from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.loading import LOOKUPS
 from headstart.models.losses import LossConfig
 from headstart.models.parts.heads import HeadsConfig, HeadsDrafter
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import Dynamic, cartesian, chain
 from headstart.models.verifier.verifier import Verifier

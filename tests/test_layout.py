@@ -6,10 +6,14 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import rooms
+from rooms import imported
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["models", "data", "eval", "train"]
-SHARED = ["headstart", "headstart.script"]  # below all sub-packages
+SHARED = ["headstart", "headstart.script", "headstart.lock"]  # below all sub-packages
+CONTRACTS = ["batch", "drafter", "losses", "vocab", "saved", "loading"]  # in models/, above rooms
+PUBLIC = ["models/trees", "eval/speculate", "eval/speedup"]  # old names, which only import
 FOLDERS = [*ORDER, "recipes", "tests"]
 FILES = [
     "pyproject.toml", "constraints.txt", "constraints-engine.txt", "Makefile", "README.md",
@@ -20,27 +24,17 @@ FILES = [
     "docs/serving.md", "docs/distributed.md", "docs/results.md",
 ]  # fmt: skip
 MAX_LINES = 400
+MAX_FILES = 15  # of a room
 OTHERS = set(sys.stdlib_module_names) | set(packages_distributions()) - {"headstart"}
 
 SOURCES = sorted(p for folder in ORDER for p in (ROOT / folder).rglob("*.py"))
-PACKAGE = [ROOT / "__init__.py", ROOT / "script.py", *SOURCES]
+PACKAGE = [ROOT / "__init__.py", ROOT / "script.py", ROOT / "lock.py", *SOURCES]
+ROOMS = sorted(p.parent for p in SOURCES if p.name == "__init__.py" and p.parent.parent != ROOT)
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def imported(path: Path) -> set[str]:
-    """Every module `path` imports, relative ones with their dots: `from a import b` gives a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def may_import(folder: str, module: str) -> bool:
@@ -67,14 +61,94 @@ def test_imports_point_downwards(path: Path) -> None:
     assert not [m for m in ours if not may_import(folder, m)]
 
 
-def test_script_is_below_every_folder() -> None:
-    for path in (ROOT / "__init__.py", ROOT / "script.py"):
+def test_script_and_lock_are_below_every_folder() -> None:
+    for path in (ROOT / "__init__.py", ROOT / "script.py", ROOT / "lock.py"):
         assert not [m for m in imported(path) if m.split(".")[0] == "headstart"]
+
+
+def is_script(path: Path) -> bool:
+    """Whether it is there to be run."""
+    return 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("floor", ORDER)
+def test_rooms_form_an_order(floor: str) -> None:
+    """No room leads back to itself, through whichever others."""
+    _, graph = rooms.rooms(ROOT, floor)
+    assert rooms.circles(graph) == []
+
+
+@pytest.mark.parametrize("floor", ORDER)
+def test_file_sits_in_a_room_or_is_a_script(floor: str) -> None:
+    beside = [p for p in (ROOT / floor).glob("*.py") if p.stem != "__init__"]
+    named = CONTRACTS if floor == "models" else []
+    loose = [name(p) for p in beside if not is_script(p) and p.stem not in named]
+    assert sorted(loose) == sorted(f"{p}.py" for p in PUBLIC if p.startswith(f"{floor}/"))
+
+
+@pytest.mark.parametrize("file", PUBLIC)
+def test_an_old_name_only_imports(file: str) -> None:
+    tree = ast.parse((ROOT / f"{file}.py").read_text(encoding="utf-8"))
+    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in tree.body)
+    held = [n.targets[0].id for n in tree.body if isinstance(n, ast.Assign)]
+    assert held == ["__all__"]
+
+
+def test_nothing_but_a_test_imports_a_script() -> None:
+    scripts = {f"headstart.{name(p)[:-3].replace('/', '.')}" for p in SOURCES if is_script(p)}
+    assert len(scripts) > 10
+    leaves = [
+        (name(path), target)
+        for path in SOURCES
+        for target in imported(path)
+        if target in scripts or target.rpartition(".")[0] in scripts
+    ]
+    assert not leaves
+
+
+def test_nothing_imports_an_old_name() -> None:
+    old = {f"headstart.{file.replace('/', '.')}" for file in PUBLIC}
+    for path in SOURCES:
+        assert not [t for t in imported(path) if t in old or t.rpartition(".")[0] in old]
+
+
+@pytest.mark.parametrize("floor", ORDER)
+def test_no_room_is_a_hall(floor: str) -> None:
+    held, _ = rooms.rooms(ROOT, floor)
+    assert not [room for room, files in held.items() if len(files) > MAX_FILES]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=name)
+def test_room_says_in_one_line_what_it_is_for(room: Path) -> None:
+    line = (room / "__init__.py").read_text(encoding="utf-8")
+    assert line.startswith('"""') and line.endswith('."""\n') and line.count("\n") == 1
+    assert "mport" in line, "what it may import"
+    assert room.name not in OTHERS
+
+
+def test_checker_sees_a_circle_a_loose_arrow_and_a_step_up(tmp_path: Path) -> None:
+    files = {
+        "models/a/one.py": "from headstart.models.b import two\n",
+        "models/b/two.py": "import headstart.models.c\n",
+        "models/c.py": "from headstart.models.a.one import x\nfrom headstart.eval.d import y\n",
+        "models/e/three.py": "from headstart.models.a.one import x\n",
+        "eval/d.py": "",
+    }
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    _, graph = rooms.rooms(tmp_path, "models")
+    assert graph["models/e/"] == {"models/a/"}
+    assert rooms.circles(graph) == [{"models/a/", "models/b/", "models/c"}]
+    assert rooms.upward(tmp_path) == [("models.c", "headstart.eval.d.y")]
+    (tmp_path / "models/c.py").write_text("")
+    assert rooms.circles(rooms.rooms(tmp_path, "models")[1]) == []
+    assert rooms.upward(tmp_path) == []
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *TESTS], ids=name)
 def test_imports_are_absolute(path: Path) -> None:
-    bare = set(FOLDERS) | {"script"}
+    bare = set(FOLDERS) | {"script", "lock"}
     assert not [m for m in imported(path) if m.startswith(".") or m.split(".")[0] in bare]
 
 

@@ -14,8 +14,8 @@ from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.measures.counts import summarise
 from headstart.eval.measures.replay import replay_rows
-from headstart.models.drafter import Drafting
 from headstart.models.parts.heads import HeadsDrafter
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 

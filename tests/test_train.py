@@ -20,12 +20,12 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import JOINT, ONES, SCRIPTS, recipe, run, write_conversations
+from runs import JOINT, ONES, SCRIPTS, recipe, run, verifier, write_conversations  # noqa: F401
 from safetensors.torch import load_file
 from tiny_run import lines, losses
 
-from headstart.data.render import Row
 from headstart.data.rows import packing
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.draft_lm import DraftLMConfig

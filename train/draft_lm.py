@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling

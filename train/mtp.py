@@ -12,12 +12,12 @@ from typing import Literal
 
 from accelerate import PartialState
 
-from headstart.models.drafter import read_tensors
 from headstart.models.drafters.mtp import MTP, check_all_trained
 from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.formats import mtp_native
 from headstart.models.joint.mtp import JointMTP, check_loss
 from headstart.models.losses import LossConfig
+from headstart.models.saved import read_tensors
 from headstart.models.verifier.outline import Outline
 from headstart.script import run_script
 from headstart.train.run.loop import TrainingConfig

@@ -1,1 +1,1 @@
-"""The verifier's answers: asked, written down. May import data/conversations and data/rows."""
+"""The verifier's answers, and the file of them. May import rows/ and conversations/."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation, parse
 from headstart.lock import only_writer
 
 _BEGINNING = b'{"id": "'  # of every line written here
@@ -88,7 +88,7 @@ class AnswerFile:
     def has(self, prompt: Conversation) -> bool:
         """Whether an answer to just these turns is there already."""
         row = self._rows.get(prompt.id)
-        if row is None or not _answers(reading.parse(row, str(self.path), ""), prompt):
+        if row is None or not _answers(parse(row, str(self.path), ""), prompt):
             return False
         self._current.add(prompt.id)
         return True
@@ -98,7 +98,7 @@ class AnswerFile:
         row = self._rows.get(prompt.id)
         if row is None:
             return []
-        stored = reading.parse(row, str(self.path), "")
+        stored = parse(row, str(self.path), "")
         asked = stored.asked()
         if asked == prompt.asked() or asked != prompt.asked()[: len(asked)]:
             return []
@@ -160,7 +160,7 @@ class AnswerFile:
                 whole = line.endswith(b"\n")
                 try:
                     row = json.loads(line)
-                    answer = reading.parse(row, "", "")
+                    answer = parse(row, "", "")
                 except ValueError:
                     if not whole and line.startswith(_BEGINNING[: len(line)]):
                         return

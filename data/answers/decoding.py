@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headstart.data.answers.turns import Asking, Turns, reply_of
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.models.proposal.sampling import RowRandom, Sampling, draw
 from headstart.models.verifier.verifier import Verifier
 

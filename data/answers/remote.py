@@ -23,7 +23,7 @@ import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from headstart.data.answers.turns import Asking, Turns, reply_of
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.template import plain
 
 _FINISHED = ("stop", "tool_calls")

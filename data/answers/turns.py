@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.template import template_ids
 from headstart.models.proposal.sampling import Sampling
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from headstart.data.conversations.reading import Conversation, Reader
+from headstart.data.conversations.conversation import Conversation
+from headstart.data.conversations.reading import Reader
 
 
 class Mixture:

@@ -1,1 +1,1 @@
-"""From conversations to rows of ids, to batches. May import data/conversations."""
+"""From conversations to rows of ids, and to batches. May import conversations/."""

@@ -13,7 +13,7 @@ import torch
 from headstart.data.rows import packing
 from headstart.data.rows.packing import pack, rounded
 from headstart.data.rows.row import Row
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 
 
 def collate(

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.conversations.reading import Conversation
-from headstart.data.render import render
+from headstart.data.conversations.conversation import Conversation
+from headstart.data.rows.rendering import render
 from headstart.data.rows.row import Audit, Row
 
 

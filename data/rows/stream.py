@@ -12,7 +12,7 @@ from headstart.data.rows import packing
 from headstart.data.rows.collate import collate
 from headstart.data.rows.row import Audit, Row
 from headstart.data.rows.selection import Selection
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 
 
 class StreamLoader:

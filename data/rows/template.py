@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 
 OUR_FIELDS = ("token_ids", "truncated")  # of a message; no business of the template's
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

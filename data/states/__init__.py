@@ -1,1 +1,1 @@
-"""The verifier's states of a batch: computed, kept, read from disk. May import data/rows."""
+"""The verifier's states: computed, kept, or read from disk. May import rows/."""

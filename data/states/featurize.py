@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.rows.packing import by_length
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.verifier.verifier import Verifier
 
 _GROUP_TOKENS = 2048  # slots that the verifier runs over at once, where documents come in groups

@@ -1,1 +1,1 @@
-"""Decoding with drafts, and whether it is exact. May import eval/measures."""
+"""Decoding with drafts, and whether it is exact. May import measures/."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.models import vocab
-from headstart.models.drafter import Proposal
+from headstart.models.proposal.proposal import Proposal
 from headstart.models.proposal.sampling import draw, residual
 from headstart.models.proposal.trees import ROOT, walk
 

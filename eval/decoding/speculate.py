@@ -18,30 +18,19 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.rejection import (
-    KVCache,
     Verdict,
     last_node,
-    spec_step,
     verify,
     verify_greedy,
 )
 from headstart.eval.decoding.typical import Typical, verify_typical
 from headstart.eval.measures.counts import Counts
-from headstart.models.drafter import Drafter, Drafting, Proposal, check_depth
-from headstart.models.proposal.sampling import RowRandom, Sampling, draw, residual
+from headstart.models.drafter import Drafter, check_depth
+from headstart.models.proposal.proposal import Drafting, Proposal
+from headstart.models.proposal.sampling import RowRandom, Sampling, draw
 from headstart.models.proposal.trees import Shape, tree_attention_mask
 from headstart.models.verifier.cache import HOLE
 from headstart.models.verifier.verifier import States, Verifier
-
-__all__ = [
-    "Generated",
-    "KVCache",
-    "Timer",
-    "generate",
-    "residual",
-    "spec_step",
-    "tree_attention_mask",
-]
 
 
 @dataclass

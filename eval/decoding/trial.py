@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval.decoding.speculate import Generated, Timer, generate
 from headstart.eval.decoding.typical import Typical
 from headstart.eval.measures.counts import Counts, summarise
 from headstart.eval.measures.speedup import predicted_speedup
-from headstart.models.drafter import Drafter, Drafting
+from headstart.models.drafter import Drafter
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import Dynamic, Shape
 from headstart.models.verifier.verifier import Verifier

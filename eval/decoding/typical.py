@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.rejection import Verdict
-from headstart.models.drafter import Proposal
+from headstart.models.proposal.proposal import Proposal
 from headstart.models.proposal.sampling import draw
 from headstart.models.proposal.trees import ROOT, tree_attention_mask
 

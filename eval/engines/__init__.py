@@ -1,1 +1,1 @@
-"""Inference engines: serving, their counters, parity with our loop. May import eval/decoding and eval/reports."""
+"""Inference engines: served, counted, held against our loop. May import reports/ and below."""

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
+from headstart.eval.decoding.lossless import compare
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.engines.metrics import EngineCounts
-from headstart.eval.losslessness import compare
 from headstart.models import vocab
-from headstart.models.drafter import Drafter, Drafting, Proposal, TrainableDrafter
+from headstart.models.drafter import Drafter, TrainableDrafter
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom, Sampling
 from headstart.models.proposal.trees import Shape, chain
 from headstart.models.verifier.verifier import States, Verifier

@@ -23,8 +23,10 @@ from typing import Any
 from headstart.models import loading
 from headstart.models.drafters.lookup import PromptLookupConfig
 from headstart.models.formats import imports, mtp_native
+from headstart.models.saved import kind_in, read_config
 from headstart.models.verifier import embedded
 from headstart.models.verifier.adapter import check_merged
+from headstart.models.verifier.names import check_there, is_embedded
 from headstart.script import options
 
 START_SECONDS = 600  # to wait for a server: loading and compiling a large model takes minutes
@@ -64,14 +66,14 @@ def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
         )
     if mtp_native.holds_modules(drafter):  # vLLM reads them where it reads the verifier
         return {"method": "mtp", "num_speculative_tokens": draft_length}
-    if imports.kind_in(drafter) is not None:
+    if kind_in(drafter) is not None:
         method = imported_method(drafter, draft_length)
     elif loading.is_checkpoint(drafter):
         method = method_of(drafter, draft_length)
     else:
-        check_not_lost("drafter", drafter)
+        check_there("drafter", drafter)
         method = "draft_model"
-    folder = str(embedded.folder(drafter)) if drafter.startswith("embedded/") else drafter
+    folder = str(embedded.folder(drafter)) if is_embedded(drafter) else drafter
     return {"method": method, "model": folder, "num_speculative_tokens": draft_length}
 
 
@@ -81,7 +83,7 @@ def method_of(drafter: str, draft_length: int) -> str:
     Raises:
         ValueError: it has none, or drafts less in a row.
     """
-    config = loading.read_config(drafter)
+    config = read_config(drafter)
     entry = config["headstart"]
     if entry["type"] == "mtp":
         if entry.get("num_modules", 1) > 1:
@@ -130,7 +132,10 @@ def imported_method(drafter: str, draft_length: int) -> str:
     Raises:
         ValueError: a kind that headstart does not know, or one written for another engine.
     """
-    kind, config = imports.kind_in(drafter), json.loads(Path(drafter, "config.json").read_text())
+    kind, config = (
+        kind_in(drafter),
+        json.loads(Path(drafter, "config.json").read_text()),
+    )
     if kind not in imports.CLASSES:
         raise ValueError(
             f"drafter {drafter!r} is of speculators' kind {kind}, which headstart does not know; "
@@ -156,7 +161,7 @@ def check_heads(drafter: str, heads: int | None, draft_length: int) -> None:
 
 def loader_arguments(drafter: str) -> list[str]:
     """What `vllm serve` must be told besides."""
-    if not loading.is_checkpoint(drafter) and imports.kind_in(drafter) is None:
+    if not loading.is_checkpoint(drafter) and kind_in(drafter) is None:
         return []
     return unchecked(json.loads(Path(drafter, "config.json").read_text()))
 
@@ -182,26 +187,15 @@ def verifier_of(verifier: str | None, drafter: str) -> str:
             )
         return drafter
     if verifier is None and loading.is_checkpoint(drafter):
-        verifier = loading.read_config(drafter)["headstart"]["verifier"]
+        verifier = read_config(drafter)["headstart"]["verifier"]
     if verifier is None:
         raise ValueError(
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
             f"{embedded.NAME}"
         )
     check_merged(verifier, drafter)
-    check_not_lost("verifier", verifier)
-    return str(embedded.folder(verifier)) if verifier.startswith("embedded/") else verifier
-
-
-def check_not_lost(field: str, name: str) -> None:
-    """Raise a ValueError for a path that leads nowhere. One such as outputs/nope reads like a name
-    of the Hub, but its first part is a folder here."""
-    path = Path(name)
-    inside = path.parent != Path(".") and path.parent.is_dir()
-    is_path = inside or name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if is_path and not path.exists() and not name.startswith("embedded/"):
-        where = f"no such folder in {str(path.parent)!r}" if inside else "no such folder"
-        raise ValueError(f"{field} {name!r}: {where}; pass --{field} with one that is there")
+    check_there("verifier", verifier)
+    return str(embedded.folder(verifier)) if is_embedded(verifier) else verifier
 
 
 def command(verifier: str, config: dict[str, Any] | None, arguments: list[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Ship, tune or switch off. May import eval/service."""
+"""Ship, tune or switch off. May import service/ and reports/."""

@@ -1,1 +1,1 @@
-"""Whether a saved drafter is sound. May import eval/measures."""
+"""Whether a saved drafter is sound. May import measures/."""

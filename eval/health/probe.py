@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.health.checks import Finding, Patient
 from headstart.eval.measures.replay import acceptance_table
-from headstart.models.drafter import Drafting, TrainableDrafter, supervised
+from headstart.models.batch import supervised
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.formats import layouts
 from headstart.models.formats.imports import is_map, members
 from headstart.models.loading import CLASSES
 from headstart.models.losses import LossConfig
 from headstart.models.parts.feature_drafter import llama_config
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.verifier.verifier import Verifier
 

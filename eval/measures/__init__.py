@@ -1,1 +1,1 @@
-"""What is counted: acceptance, replay, speed, quality. May import data and models."""
+"""What is counted: acceptance, replay, speed, quality. May import data, models."""

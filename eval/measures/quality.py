@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.models.verifier.verifier import Verifier
 
 KL_LIMIT = 0.02  # nats a token

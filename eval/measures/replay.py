@@ -18,7 +18,9 @@ from headstart.data.rows.packing import by_length
 from headstart.data.rows.row import Row
 from headstart.eval.measures.counts import Counts
 from headstart.models import vocab
-from headstart.models.drafter import Batch, Drafting, TrainableDrafter, supervised
+from headstart.models.batch import Batch, supervised
+from headstart.models.drafter import TrainableDrafter
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 
 _CHUNK = 512  # positions whose logits are held at once

@@ -1,1 +1,1 @@
-"""Acceptance reports as people read them. May import eval/decoding and eval/measures."""
+"""Acceptance reports, measured and written. May import decoding/, measures/."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from headstart.data.conversations import reading
 from headstart.eval.decoding.typical import Typical
-from headstart.models.drafter import Drafting
 from headstart.models.proposal import trees
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling, check_seed
 from headstart.script import named
 

@@ -1,1 +1,1 @@
-"""Many requests at once: loops, fitted costs, the page. May import eval/decoding and eval/reports."""
+"""Many requests at once: loops, fitted costs, the page. May import engines/ and below."""

@@ -10,13 +10,14 @@ full passes alone would not see.)
 from collections.abc import Mapping, Sequence
 
 from headstart.data.rows.template import template_ids
+from headstart.eval.decoding.lossless import compare
 from headstart.eval.decoding.speculate import Generated, generate
 from headstart.eval.decoding.trial import drafting_for
-from headstart.eval.losslessness import compare
 from headstart.eval.service.latency import Clock
 from headstart.eval.service.sweep import OFF, Cell, Measure, Trial
 from headstart.eval.service.workload import Prompt, Workload, batch
-from headstart.models.drafter import Drafter, Drafting
+from headstart.models.drafter import Drafter
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import Shape
 from headstart.models.verifier.verifier import Verifier

@@ -3,10 +3,10 @@
 import base64
 import html
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.gate import Verdict
 from headstart.eval.reports import report
 from headstart.eval.service import plots
 from headstart.eval.service.sweep import OFF
@@ -37,6 +37,20 @@ NOTES = (
     "Proposal, verification, rest: milliseconds of a mean pass. Wasted: drafts that were not "
     "accepted. Intervals are 95 %, by bootstrap over trials.",
 )
+
+
+@dataclass
+class Opinion:
+    """A verdict on the result at one concurrency, as the page shows it, whoever gave it."""
+
+    value: str
+    concurrency: int
+    drafts: str | None
+    holds: bool
+    """Whether no check failed."""
+    reasons: list[str]
+    checks: list[list[str]]
+    """Name, result and reason of each."""
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -149,35 +163,30 @@ def _picture(path: Path, words: str) -> str:
     return f'<p><img alt="{html.escape(words)}" src="data:image/png;base64,{data}"></p>'
 
 
-def _verdict(verdict: Verdict, others: list[Verdict]) -> str:
+def _verdict(verdict: Opinion, others: list[Opinion]) -> str:
     kind = verdict.value.replace(" ", "-")
     at = f"at concurrency {verdict.concurrency}"
     at += f" with {verdict.drafts}" if verdict.drafts else ""
-    reasons = "".join(
-        f"<li>{html.escape(f'{check.name}: {check.reason}')}</li>" for check in verdict.reasons
-    )
-    checks = [[check.name, check.result, check.reason] for check in verdict.checks]
+    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in verdict.reasons)
     elsewhere = [
         [
             str(other.concurrency),
             other.value,
             other.drafts or "–",
-            "; ".join(f"{check.name}: {check.reason}" for check in other.reasons)
-            if other.code
-            else "all checks hold",
+            "all checks hold" if other.holds else "; ".join(other.reasons),
         ]
         for other in others
     ]
     return f"""<div class="verdict {kind}"><h2>{html.escape(verdict.value.capitalize())}, {at}</h2>
 <ul>{reasons}</ul></div>
 <details><summary>Every check</summary>
-{_table(["check", "result", "reason"], checks, "words")}</details>
+{_table(["check", "result", "reason"], verdict.checks, "words")}</details>
 <details><summary>The verdict at every concurrency measured</summary>
 {_table(["concurrency", "verdict", "drafts", "because"], elsewhere, "words")}</details>"""
 
 
 def document(
-    result: dict[str, Any], verdict: Verdict, others: list[Verdict], pictures: list[list[Path]]
+    result: dict[str, Any], verdict: Opinion, others: list[Opinion], pictures: list[list[Path]]
 ) -> str:
     """The page.
 
@@ -226,7 +235,7 @@ def draw(result: dict[str, Any], out: Path) -> list[list[Path]]:
     return pictures
 
 
-def write(result: dict[str, Any], verdict: Verdict, others: list[Verdict], out: Path) -> None:
+def write(result: dict[str, Any], verdict: Opinion, others: list[Opinion], out: Path) -> None:
     """benchmark.json, benchmark.html and the PNGs; an earlier benchmark.json is replaced whole.
 
     Raises:

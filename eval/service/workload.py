@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 
 
 @dataclass

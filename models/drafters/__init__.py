@@ -1,1 +1,1 @@
-"""One drafter a file. May import models/parts and below."""
+"""One drafter a file. May import parts/ and what is below it."""

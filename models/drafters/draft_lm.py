@@ -19,20 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.models.drafter import (
-    Batch,
-    Drafting,
-    Proposal,
-    TrainableDrafter,
-    check_finite,
-    check_shape,
-    made_for,
-)
-from headstart.models.formats import imports
+from headstart.models import saved
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape, walk
+from headstart.models.saved import check_finite, check_shape, made_for
 from headstart.models.verifier.cache import HOLE, RaggedCache
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import States, Verifier
@@ -75,7 +70,7 @@ def drafter_in(name: str) -> str | None:
         entry = json.loads((Path(name) / "config.json").read_text())["headstart"]
         return str(entry["type"])
     except (OSError, KeyError, TypeError, ValueError):
-        return imports.kind_in(name)
+        return saved.kind_in(name)
 
 
 class State:

@@ -21,21 +21,18 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.models import losses
-from headstart.models.drafter import (
-    Batch,
-    Loss,
-    check_shape,
-    load_weights,
-    made_for,
-    read_tensors,
-    supervised,
-)
+from headstart.models.batch import Batch, Loss, supervised
 from headstart.models.losses import LossConfig
 from headstart.models.parts.feature_drafter import (
     DraftLayer,
     FeatureDrafter,
     check_init,
     llama_config,
+)
+from headstart.models.saved import (
+    load_weights,
+    made_for,
+    tensors_for,
 )
 from headstart.models.verifier.verifier import Verifier
 
@@ -151,8 +148,7 @@ class Eagle1(FeatureDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config, verifier)
-        tensors = read_tensors(folder) if tensors is None else tensors
+        tensors = tensors_for(folder, config, verifier, tensors)
         config = {"bias": False} | config  # not written by the first versions of headstart
         own = "embed_tokens.weight" in tensors
         drafter = cls(LlamaConfig(**config), verifier, loss, own)

@@ -17,13 +17,18 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from headstart.models import vocab
-from headstart.models.drafter import check_shape, load_weights, made_for, read_tensors, unreadable
 from headstart.models.losses import LossConfig
 from headstart.models.parts.feature_drafter import (
     DraftLayer,
     FeatureDrafter,
     check_init,
     llama_config,
+)
+from headstart.models.saved import (
+    check_draft_ids,
+    load_weights,
+    made_for,
+    tensors_for,
 )
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
@@ -222,25 +227,16 @@ class Eagle3(FeatureDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config, verifier)
+        tensors = tensors_for(folder, config, verifier, tensors)
         with named(f"drafter {str(folder)!r}: config.json"):
             check_layers(
                 config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], verifier.num_layers
             )
-        tensors = read_tensors(folder) if tensors is None else tensors
         draft_ids = None
         if "d2t" in tensors:
             draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-            if not vocab.is_ascending(draft_ids, verifier.vocab_size):
-                raise unreadable(
-                    folder,
-                    f"d2t, read as offsets, gives no ascending ids below {verifier.vocab_size}",
-                )
-            size = config["draft_vocab_size"]
-            if len(draft_ids) != size:
-                raise unreadable(
-                    folder, f"d2t has {len(draft_ids)} ids, draft_vocab_size is {size}"
-                )
+            name = "d2t, read as offsets,"
+            check_draft_ids(folder, draft_ids, name, config, "draft_vocab_size", verifier)
         own = "embed_tokens.weight" in tensors
         drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids, own)
         load_weights(drafter, folder, tensors)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from headstart.models.drafter import Batch, Drafting, Proposal
+from headstart.models.batch import Batch
 from headstart.models.losses import LossConfig
 from headstart.models.parts.heads import (
     HeadsConfig,
@@ -26,6 +26,7 @@ from headstart.models.parts.heads import (
     zero_linear,
 )
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape
 from headstart.models.verifier.verifier import Verifier

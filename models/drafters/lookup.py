@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headstart.models.drafter import Drafter, Drafting, Proposal
+from headstart.models.drafter import Drafter
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import ROOT, Shape
 from headstart.models.verifier.verifier import States

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headstart.models.drafter import Batch, Drafting, Proposal, unreadable
+from headstart.models.batch import Batch
 from headstart.models.losses import LossConfig
 from headstart.models.parts.heads import HeadsConfig, HeadsDrafter, ResidualBlocks, State
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape
+from headstart.models.saved import unreadable
 from headstart.models.verifier.verifier import Verifier
 
 

@@ -24,23 +24,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from headstart.models.drafter import (
-    Batch,
-    Drafting,
-    Loss,
-    Proposal,
-    TrainableDrafter,
-    check_shape,
-    load_weights,
-    made_for,
-    read_tensors,
-)
+from headstart.models.batch import Batch, Loss
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.mtp_layouts import LAYOUTS, MTPConfig, Wiring
 from headstart.models.losses import LossConfig
 from headstart.models.parts.block import Block, Runs
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape
+from headstart.models.saved import (
+    load_weights,
+    made_for,
+    tensors_for,
+)
 from headstart.models.verifier.cache import HOLE, RaggedCache
 from headstart.models.verifier.verifier import States, Verifier
 
@@ -312,9 +309,9 @@ class MTP(TrainableDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config, verifier)
+        tensors = tensors_for(folder, config, verifier)
         drafter = cls(MTPLayout(**config), verifier, loss)
-        load_weights(drafter, folder, read_tensors(folder))
+        load_weights(drafter, folder, tensors)
         return drafter
 
 

@@ -1,1 +1,1 @@
-"""Other programs' checkpoints, in and out. May import models/drafters and below."""
+"""Other programs' checkpoints, in and out. May import drafters/ and below."""

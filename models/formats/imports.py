@@ -6,57 +6,30 @@ vLLM's. Tensors keep their bits; a missing piece is refused by its name. What th
 for which verifier they were made: only shapes can be checked, and the measured acceptance.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from headstart.models import vocab
-from headstart.models.drafter import (
-    TrainableDrafter,
-    check_shape,
-    explained,
-    made_for,
-    unreadable,
-)
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.drafters.eagle3 import Eagle3, check_layers
 from headstart.models.drafters.medusa import Medusa, MedusaLayout
 from headstart.models.formats import layouts
 from headstart.models.losses import LossConfig
+from headstart.models.saved import check_shape, config_in, explained, kind_in, made_for, unreadable
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 
 CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "eagle1": Eagle1, "medusa": Medusa}
-EAGLE3_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SGLANG_IDS = "sglang"  # `layer_ids_of` in a config that headstart wrote for SGLang
 _FILES = (
     "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt",
 )  # fmt: skip
-
-
-def kind_in(folder: str | Path) -> str | None:
-    """eagle3, eagle1 or medusa, if the folder is such a drafter of another program; speculators
-    names its own kinds. None: none, or a checkpoint of headstart's own."""
-    config = _read_config(Path(folder))
-    if config is None or "headstart" in config:
-        return None
-    if "speculators_model_type" in config:
-        return str(config["speculators_model_type"])
-    architectures = config.get("architectures") or []
-    if set(architectures) & set(EAGLE3_NAMES):
-        return "eagle3"
-    if "medusa_num_heads" in config or "MedusaModel" in architectures:
-        return "medusa"
-    names = _names(Path(folder))
-    if not {"fc.weight", "model.fc.weight"} & names:
-        return None
-    return "eagle3" if any("hidden_norm" in name for name in names) else "eagle1"
 
 
 def load(folder: str | Path, verifier: Verifier, loss: LossConfig) -> TrainableDrafter:
@@ -121,7 +94,7 @@ def describe(
             f"drafter {str(folder)!r} is of type {kind!r}, which headstart does not read; it reads "
             f"{', '.join(CLASSES)}"
         )
-    found, tensors = _read_config(folder), read_any(folder)
+    found, tensors = config_in(folder), read_any(folder)
     with explained(folder):
         if kind == "medusa":
             config, tensors = _medusa(folder, found, tensors, verifier)
@@ -317,25 +290,3 @@ def _medusa(
 
 
 # ---- files -------------------------------------------------------------------------------------
-
-
-def _read_config(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def _names(folder: Path) -> set[str]:
-    """Names of the tensors of a folder with one file of them; empty where it cannot be read."""
-    try:
-        if (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                return set(file.keys())
-        if (folder / "pytorch_model.bin").is_file():
-            path = folder / "pytorch_model.bin"
-            return set(torch.load(path, map_location="meta", weights_only=True))
-    except (OSError, RuntimeError, SafetensorError, EOFError):
-        pass
-    return set()

@@ -1,1 +1,1 @@
-"""Verifiers that are trained together with their drafter. May import models/drafters and below."""
+"""Verifiers trained together with their drafter. May import drafters/ and below."""

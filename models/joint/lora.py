@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.models import losses
-from headstart.models.drafter import Batch, Loss, TrainableDrafter
+from headstart.models.batch import Batch, Loss
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.verifier.adapter import import_peft
 from headstart.models.verifier.outline import Outline, first_line

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models import losses
-from headstart.models.drafter import Batch, Loss, made_for
+from headstart.models.batch import Batch, Loss
 from headstart.models.drafters.mtp import MTP
 from headstart.models.joint.lora import OwnPrediction
 from headstart.models.losses import LossConfig
+from headstart.models.saved import made_for
 from headstart.models.verifier.verifier import Verifier
 from headstart.models.verifier.weights import follow_umask
 

@@ -1,1 +1,1 @@
-"""What drafters are built from: attention, decoder layers, heads. May import the contracts above it."""
+"""What drafters are built from. May import the contracts and what is below them."""

@@ -21,10 +21,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from headstart.models.drafter import Batch, Drafting, Proposal, TrainableDrafter
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.parts.attention import cached_attention, packed_mask, ttt_attention
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape
 from headstart.models.verifier.cache import RaggedCache

@@ -18,15 +18,14 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from headstart.models import vocab
-from headstart.models.drafter import (
-    TrainableDrafter,
-    check_shape,
+from headstart.models.drafter import TrainableDrafter
+from headstart.models.losses import LossConfig
+from headstart.models.saved import (
+    check_draft_ids,
     load_weights,
     made_for,
-    read_tensors,
-    unreadable,
+    tensors_for,
 )
-from headstart.models.losses import LossConfig
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import States, Verifier
 
@@ -213,17 +212,9 @@ class HeadsDrafter(TrainableDrafter):
         Raises:
             ValueError: damaged weights, or a verifier of another shape.
         """
-        check_shape(folder, config, verifier)
-        tensors = read_tensors(folder) if tensors is None else tensors
+        tensors = tensors_for(folder, config, verifier, tensors)
         draft_ids = tensors.get("token_map")
-        found = None if draft_ids is None else len(draft_ids)
-        wanted = config.get("truncated_vocab_size")
-        if found != wanted:
-            raise unreadable(folder, f"token_map has {found} ids, truncated_vocab_size is {wanted}")
-        if draft_ids is not None and not vocab.is_ascending(draft_ids, verifier.vocab_size):
-            raise unreadable(
-                folder, f"token_map holds no ascending ids below {verifier.vocab_size}"
-            )
+        check_draft_ids(folder, draft_ids, "token_map", config, "truncated_vocab_size", verifier)
         same_verifier = config["headstart"]["fingerprint"] == verifier.fingerprint()
         drafter = cls(cls.config_class(**config), verifier, loss, draft_ids)
         drafter.restore(folder, tensors, same_verifier)

@@ -1,1 +1,1 @@
-"""What a drafter proposes: trees, growing them, sampling. May import models/verifier."""
+"""What is proposed: trees, growing them, sampling. May import verifier/."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.models.drafter import Drafting, Proposal
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom, draw
 from headstart.models.proposal.trees import ROOT, Dynamic, Shape, Tree, tree_attention_mask
 

@@ -1,1 +1,1 @@
-"""The model drafted for: its states, logits, caches, adapters. May import nothing of headstart but script."""
+"""The model drafted for: states, logits, caches, adapters. Imports no other room."""

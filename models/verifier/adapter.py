@@ -12,6 +12,8 @@ from types import ModuleType
 from safetensors import SafetensorError
 from torch import nn
 
+from headstart.models.verifier.names import check_there
+
 
 def split(name: str) -> tuple[str, str | None]:
     """MODEL+ADAPTER -> its parts; of anything else, the name and None."""
@@ -44,9 +46,10 @@ def merge(model: nn.Module, adapter: str) -> nn.Module:
         ValueError: no such adapter, one that is not LoRA, or one of another model.
     """
     peft = import_peft("adapter")
-    local = adapter.startswith(("/", ".", "~")) or adapter.count("/") > 1  # no name of the Hub
-    if not adapter or (local and not Path(adapter).is_dir()):
-        raise ValueError(f"adapter {adapter!r}: no such folder; pass that of a LoRA adapter")
+    hint = "Pass the folder or the Hub name of a LoRA adapter."
+    if not adapter:
+        raise ValueError(f"adapter: its name is empty. {hint}")
+    check_there("adapter", adapter, hint)
     try:
         kind = str(getattr(peft.PeftConfig.from_pretrained(adapter).peft_type, "value", ""))
         if kind != "LORA":

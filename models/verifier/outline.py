@@ -6,9 +6,7 @@ from typing import NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from headstart.models.verifier import adapter, embedded, mimo
-
-NAMES = "Pass embedded/smollm2-135m, a local folder, or a Hub name."
+from headstart.models.verifier import adapter, embedded, mimo, names
 
 mimo.register()
 
@@ -45,11 +43,8 @@ def locate(name: str) -> str | Path:
         ValueError: no such folder.
     """
     name, _ = adapter.split(name)
-    local = name.startswith(("/", ".", "~")) or name.count("/") > 1  # no name of the Hub
-    if local and not Path(name).is_dir():
-        what = "a file, not a folder" if Path(name).exists() else "no such folder"
-        raise ValueError(f"verifier {name!r}: {what}. {NAMES}")
-    return embedded.folder(name) if name.startswith("embedded/") else name
+    names.check_there("verifier", name)
+    return embedded.folder(name) if names.is_embedded(name) else name
 
 
 def folder(name: str) -> Path:
@@ -65,7 +60,7 @@ def folder(name: str) -> Path:
 def not_loaded(name: str, error: Exception, quantised: str | None = None) -> ValueError:
     """`quantised`: the method that its weights are quantised by, if they are."""
     what = f" is quantised ({quantised}) and" if quantised else ""
-    hint = "Pass the model it was made from." if quantised else NAMES
+    hint = "Pass the model it was made from." if quantised else names.HINT
     reason = first_line(error).rstrip(".")
     return ValueError(f"verifier {name!r}{what} cannot be loaded: {reason}. {hint}")
 

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from headstart.models.verifier import mimo
-from headstart.models.verifier.outline import NAMES, first_line, locate
+from headstart.models.verifier.names import HINT
+from headstart.models.verifier.outline import first_line, locate
 from headstart.models.verifier.verifier import Verifier
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -48,7 +49,7 @@ class PartialVerifier(Verifier):
             tensors = read_tensors(path, wanted, getattr(torch, dtype), device)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(
-                f"verifier {name!r} cannot be read in part: {first_line(error)} {NAMES}"
+                f"verifier {name!r} cannot be read in part: {first_line(error)} {HINT}"
             ) from error
         model.load_state_dict(tensors, strict=False, assign=True)
         model.tie_weights()

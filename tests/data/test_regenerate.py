@@ -9,9 +9,9 @@ import torch
 from headstart.data import regenerate
 from headstart.data.answers.decoding import generate, user_prefix
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.regenerate import Regenerate, run
-from headstart.data.render import render
+from headstart.data.rows.rendering import render
 from headstart.data.rows.template import template_ids
 from headstart.models.proposal.sampling import RowRandom, Sampling
 from headstart.models.verifier.verifier import Verifier

@@ -8,8 +8,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from headstart.data import render as render_file
-from headstart.data.conversations.reading import Conversation
-from headstart.data.render import Audit, Render, load_tokenizer, painted, render, render_all
+from headstart.data.conversations.conversation import Conversation
+from headstart.data.render import Render, painted
+from headstart.data.rows.rendering import load_tokenizer, render, render_all
+from headstart.data.rows.row import Audit
 from headstart.data.rows.template import template_ids
 from headstart.script import run_script
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations.reading import read
-from headstart.data.render import render_all
+from headstart.data.rows.rendering import render_all
 from headstart.data.sources import Sources, pieces, run
 from headstart.models.verifier.verifier import Verifier
 

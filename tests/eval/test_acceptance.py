@@ -12,12 +12,12 @@ from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
 from workplace import make as make_workplace
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval import acceptance
-from headstart.eval.acceptance import Acceptance
 from headstart.eval.decoding.trial import pick
-from headstart.eval.reports import report
+from headstart.eval.reports import measuring, report
 from headstart.eval.reports.measurement import RunSettings
+from headstart.eval.reports.measuring import Acceptance
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.drafters.medusa import Medusa, MedusaConfig
 from headstart.models.joint.lora import JointConfig, JointModel
@@ -177,7 +177,7 @@ def test_without_speed_and_at_temperature_one_alone(workplace, tmp_path):
         verifier = Verifier.load(str(workplace / "verifier"))
         drafter = load_checkpoint(workplace / "drafter", verifier)
         settings = run_settings(workplace, **changes)
-        assert acceptance.measure(settings, verifier, drafter)["speed"] == []
+        assert measuring.measure(settings, verifier, drafter)["speed"] == []
     assert (tmp_path / "acceptance.png").exists()
 
 
@@ -338,7 +338,7 @@ def two_heads(workplace) -> str:
 def test_more_drafts_than_heads_are_refused_before_anything_is_measured(
     arguments, message, two_heads, workplace, monkeypatch, capsys
 ):
-    monkeypatch.setattr(acceptance, "read_rows", None)
+    monkeypatch.setattr(measuring, "read_rows", None)
     if arguments == ["--tree=dynamic"]:
         arguments = [*arguments, "--draft_length=2", "--speed_draft_lengths=[1]"]
     arguments = [f"--drafter={two_heads}", *arguments]

@@ -18,8 +18,8 @@ from headstart.eval.service.latency import Clock
 from headstart.eval.service.server_loop import Server
 from headstart.eval.service.sweep import OFF, Cell
 from headstart.eval.service.workload import Workload, batch, prompts
-from headstart.models.drafter import Drafting
 from headstart.models.loading import load_pair
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 

@@ -13,10 +13,10 @@ from tiny import verifier as tiny_verifier
 from workplace import make as make_workplace
 
 from headstart.eval import acceptance, compare
-from headstart.eval.acceptance import Acceptance
 from headstart.eval.compare import Compare, labels
-from headstart.eval.reports import side_by_side
+from headstart.eval.reports import measuring, side_by_side
 from headstart.eval.reports.measurement import RunSettings
+from headstart.eval.reports.measuring import Acceptance
 from headstart.lock import only_writer
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
@@ -84,7 +84,7 @@ def measured(monkeypatch) -> list[str]:
         asked.append(settings.drafter)
         raise ValueError("measured")
 
-    monkeypatch.setattr(acceptance, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", measure)
     return asked
 
 

@@ -23,7 +23,7 @@ from overfit import DRAFTERS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval import doctor
 from headstart.eval.doctor import Diagnosis, Doctor
 from headstart.eval.health import checks, probe

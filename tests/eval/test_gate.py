@@ -11,9 +11,10 @@ import pytest
 from synthetic import plain_pass, report
 
 from headstart.eval import gate
-from headstart.eval.gate import Gate, Verdict, judge
+from headstart.eval.gate import Gate
 from headstart.eval.gating.checks import Thresholds
 from headstart.eval.gating.evidence import Report
+from headstart.eval.gating.verdict import Verdict, judge
 from headstart.script import run_script
 
 GOOD = 0.75

@@ -11,9 +11,10 @@ from tiny import verifier
 
 from headstart.eval import losslessness
 from headstart.eval.decoding import rejection, speculate, trial
+from headstart.eval.decoding.lossless import chi_square, compare, together
 from headstart.eval.decoding.trial import prompt_of
 from headstart.eval.decoding.typical import Typical
-from headstart.eval.losslessness import Losslessness, chi_square, compare, together
+from headstart.eval.losslessness import Losslessness
 from headstart.models.verifier.verifier import Verifier
 
 

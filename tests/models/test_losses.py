@@ -8,7 +8,8 @@ import torch
 from tiny import verifier
 from torch import Tensor, nn
 
-from headstart.models.drafter import Batch, Loss, TrainableDrafter
+from headstart.models.batch import Batch, Loss
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.losses import LossConfig, Teacher, row_losses
 
 KINDS = ["ce", "hard_ce", "reverse_kl", "jsd", "lk", "lk_hybrid"]

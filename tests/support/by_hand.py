@@ -9,7 +9,7 @@ from served import COUNTS
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
 from headstart.models.parts.feature_drafter import FeatureDrafter

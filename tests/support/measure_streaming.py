@@ -1,4 +1,5 @@
-"""How much memory a streamed run takes: `python tests/support/measure_streaming.py FOLDER [CONVERSATIONS]`.
+"""How much memory a streamed run takes:
+`python tests/support/measure_streaming.py FOLDER [CONVERSATIONS]`.
 
 Writes so many conversations (100,000 when not given) and a tiny verifier to FOLDER, trains one pass
 over them by streaming, and prints the process's memory along the way: resident bytes, and the peak

@@ -1,5 +1,5 @@
-"""The main memory that a training run takes beyond what its imports did, in bytes:
-`python tests/support/measured_run.py eagle3 --config recipes/eagle3/smollm2-135m.yaml …`, on Linux."""
+"""The main memory that a training run takes beyond what its imports did, in bytes, on Linux:
+`python tests/support/measured_run.py eagle3 --config recipes/eagle3/smollm2-135m.yaml …`."""
 
 import importlib
 import re

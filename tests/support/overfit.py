@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
 from headstart.models.drafter import TrainableDrafter

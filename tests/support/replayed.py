@@ -5,16 +5,16 @@ import itertools
 import torch
 from tiny import verifier as tiny_verifier
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.measures.counts import Counts
 from headstart.eval.measures.replay import (
     replay,
 )
-from headstart.models.drafter import Drafting
 from headstart.models.drafters.eagle3 import Eagle3
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

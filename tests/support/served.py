@@ -20,16 +20,12 @@ from headstart.data.rows.collate import collate
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
 from headstart.models import vocab
-from headstart.models.drafter import (
-    Batch,
-    Drafting,
-    Proposal,
-    TrainableDrafter,
-    fingerprint,
-)
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter, fingerprint
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.parts.heads import HeadsConfig, HeadsDrafter
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom, Sampling
 from headstart.models.proposal.trees import Shape, chain, static
 from headstart.models.verifier.verifier import States, Verifier

@@ -13,9 +13,9 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval.measures.counts import Counts, summarise
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig

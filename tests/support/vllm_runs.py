@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval.engines.metrics import EngineCounts
 from headstart.eval.engines.parity import Compared, judge
 from headstart.eval.engines.report import line

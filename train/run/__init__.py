@@ -1,1 +1,1 @@
-"""A training run: what it is, what it needs, what it does. May import all floors below."""
+"""A run: what it is, what it needs, what it does. May import all floors below."""

@@ -21,7 +21,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from headstart.models.drafter import Batch, TrainableDrafter, supervised
+from headstart.models.batch import Batch, supervised
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.proposal.trees import MOST_NODES
 from headstart.train.run import sharding
 from headstart.train.run.checkpoint import (

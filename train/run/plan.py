@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, masking_utils
 
-from headstart.models.drafter import Batch, TrainableDrafter
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.losses import LossConfig
 from headstart.models.parts.heads import HeadsDrafter
 from headstart.models.verifier import mimo
-from headstart.models.verifier.outline import NAMES, first_line, locate
+from headstart.models.verifier.names import HINT
+from headstart.models.verifier.outline import first_line, locate
 from headstart.models.verifier.partial import needed
 from headstart.models.verifier.verifier import Verifier
 from headstart.train.run.prepare import Data, DataConfig
@@ -68,7 +70,7 @@ class Weightless(Verifier):
                 model = mimo.from_config(config, getattr(torch, dtype))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"verifier {name!r}: its config cannot be read: {first_line(error)} {NAMES} A "
+                f"verifier {name!r}: its config cannot be read: {first_line(error)} {HINT} A "
                 "folder with no more than its config.json will do."
             ) from error
         return cls(model, NoTokenizer(), name)

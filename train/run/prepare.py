@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headstart.data.conversations import reading
 from headstart.data.conversations.mixture import Mixture, check_weights
-from headstart.data.render import render_all
 from headstart.data.rows.collate import Loader
+from headstart.data.rows.rendering import render_all
 from headstart.data.rows.row import Row
 from headstart.data.rows.selection import Selection
 from headstart.data.rows.stream import StreamLoader
@@ -21,18 +21,15 @@ from headstart.data.states.cache import Cache, CachedFeaturizer
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.measures.counts import summarise
 from headstart.eval.measures.replay import replay_rows
-from headstart.models import vocab
-from headstart.models.drafter import (
-    Batch,
-    Drafting,
-    TrainableDrafter,
-    check_depth,
-    check_shape,
-)
+from headstart.models import saved, vocab
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter, check_depth
 from headstart.models.formats import imports
-from headstart.models.loading import is_checkpoint, load_to_train, read_config
+from headstart.models.loading import is_checkpoint, load_to_train
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
+from headstart.models.saved import check_shape, read_config
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.partial import PartialVerifier
 from headstart.models.verifier.verifier import Verifier
@@ -201,7 +198,7 @@ def check_checkpoint(
             of another shape.
     """
     with named(field):
-        if imports.kind_in(folder) is not None:
+        if saved.kind_in(folder) is not None:
             _, config, _ = imports.describe(folder, verifier)
         elif kind == "draft_lm" and not is_checkpoint(str(folder)):
             return {}  # any causal language model

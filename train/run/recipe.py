@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from headstart.data.states.featurize import Featurizer
 from headstart.lock import only_writer
 from headstart.models import vocab
-from headstart.models.drafter import Batch, TrainableDrafter
+from headstart.models.batch import Batch
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.joint.lora import JointModel
 from headstart.models.joint.mtp import VERIFIER, JointMTP
 from headstart.models.loading import load_checkpoint

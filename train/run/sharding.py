@@ -21,7 +21,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from headstart.models.drafter import Batch, Loss, TrainableDrafter
+from headstart.models.batch import Batch, Loss
+from headstart.models.drafter import TrainableDrafter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, of a parameter's shape
 

@@ -12,7 +12,7 @@ import tiny
 
 from headstart.data.answers.answer_file import AnswerFile
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.regenerate import Regenerate, run
 from headstart.models.verifier.verifier import Verifier
 

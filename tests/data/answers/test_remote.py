@@ -16,9 +16,9 @@ from stub_remote import END, TOKENIZER, Stub
 
 from headstart.data.answers import remote
 from headstart.data.conversations import reading
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.regenerate import Regenerate, run
-from headstart.data.render import render
+from headstart.data.rows.rendering import render
 from headstart.data.rows.template import template_ids
 from headstart.script import ROOT
 

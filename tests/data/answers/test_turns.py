@@ -2,7 +2,7 @@ import pytest
 import tiny
 
 from headstart.data.answers.turns import Limits, Turns, reply_of
-from headstart.data.conversations.reading import Conversation
+from headstart.data.conversations.conversation import Conversation
 
 TOKENIZER = tiny.tokenizer()
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.data.conversations.reading import Conversation, Reader, parse, read
+from headstart.data.conversations.conversation import Conversation, parse
+from headstart.data.conversations.reading import Reader, read
 
 
 def one(row) -> Conversation:

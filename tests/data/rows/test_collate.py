@@ -4,14 +4,14 @@ import pytest
 import tiny
 import torch
 
-from headstart.data.conversations.reading import Conversation
-from headstart.data.render import render
+from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows import packing
 from headstart.data.rows.collate import Loader, collate
 from headstart.data.rows.packing import by_length, pack
+from headstart.data.rows.rendering import render
 from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer, available_memory
-from headstart.models.drafter import supervised
+from headstart.models.batch import supervised
 
 
 def row(length: int, number: int = 0, mask: list[int] | None = None) -> Row:

@@ -1,7 +1,7 @@
 import pytest
 import tiny
 
-from headstart.data.conversations.reading import Conversation, parse
+from headstart.data.conversations.conversation import Conversation, parse
 from headstart.data.rows.row import Audit
 from headstart.data.rows.selection import Selection, prompt_key
 

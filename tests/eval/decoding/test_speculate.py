@@ -10,12 +10,13 @@ from small_texts import END, PROMPT, PROMPTS, ROWS, WIDTH, endless, exact_law, p
 from tiny import verifier
 
 from headstart.eval.decoding import rejection
+from headstart.eval.decoding.lossless import chi_square
 from headstart.eval.decoding.speculate import Timer, generate
 from headstart.eval.decoding.typical import Typical
-from headstart.eval.losslessness import chi_square
 from headstart.eval.measures.counts import summarise
-from headstart.models.drafter import Drafter, Drafting, Proposal
+from headstart.models.drafter import Drafter
 from headstart.models.proposal.growth import grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import Sampling, draw
 from headstart.models.proposal.trees import Dynamic, cartesian, chain, static
 from headstart.models.verifier.cache import RaggedCache

@@ -9,8 +9,8 @@ from tiny import verifier
 from headstart.eval.decoding.rejection import verify_greedy
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.decoding.typical import Typical, verify_typical
-from headstart.models.drafter import Drafting, Proposal
 from headstart.models.drafters.lookup import PromptLookup
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 

@@ -16,8 +16,8 @@ import tiny
 import torch
 from overfit import answered_rows, learn
 
+from headstart.eval.decoding.lossless import compare
 from headstart.eval.engines.parity import TIE, own_answer
-from headstart.eval.losslessness import compare
 from headstart.models import export
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig

@@ -6,7 +6,7 @@ import torch
 from overfit import answered_rows, learn
 from steps import in_steps
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.engines.metrics import EngineCounts
 from headstart.eval.engines.parity import (
@@ -19,11 +19,12 @@ from headstart.eval.engines.parity import (
     margins,
     own_answer,
 )
-from headstart.models.drafter import Drafting, TrainableDrafter
+from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.drafters.medusa import Medusa, MedusaConfig
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 

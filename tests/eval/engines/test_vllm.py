@@ -15,8 +15,9 @@ import tiny
 import torch
 from overfit import answered_rows, learn
 from vllm_runs import LENGTH, LOSS, K, answered, check, compared, counts
+from vllm_runs import pytestmark as pytestmark
 
-from headstart.data.render import render_all
+from headstart.data.rows.rendering import render_all
 from headstart.eval.decoding.trial import pick, prompt_of
 from headstart.eval.engines.parity import Compared
 from headstart.eval.engines.server import loader_arguments, speculative_config

@@ -13,7 +13,7 @@ from overfit import answered_rows, learn
 from vllm_runs import LENGTH, LOSS, answered, check, compared
 from vllm_runs import pytestmark as pytestmark
 
-from headstart.data.render import render_all
+from headstart.data.rows.rendering import render_all
 from headstart.eval.decoding.trial import pick, prompt_of
 from headstart.eval.engines.parity import Compared
 from headstart.eval.engines.server import speculative_config, verifier_of

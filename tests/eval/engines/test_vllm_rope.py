@@ -18,8 +18,8 @@ from overfit import answered_rows
 from vllm_runs import LENGTH, LOSS, K, answered, check, compared
 from vllm_runs import pytestmark as pytestmark
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.engines.parity import Compared
 from headstart.eval.engines.server import speculative_config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.eval.health.checks import Patient
 from headstart.eval.health.probe import clear, drafter_of, readings, right
-from headstart.models.drafter import supervised
+from headstart.models.batch import supervised
 
 
 def flags(*counts: int) -> tuple[Tensor, Tensor]:

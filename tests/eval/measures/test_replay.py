@@ -13,8 +13,8 @@ from replayed import (
     verifier_of,
 )
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
 from headstart.eval.measures.counts import summarise
@@ -26,9 +26,10 @@ from headstart.eval.measures.replay import (
     replay_rows,
     turns,
 )
-from headstart.models.drafter import Batch, Drafting
+from headstart.models.batch import Batch
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from synthetic import report
 
-from headstart.eval.gate import Verdict, judge
+from headstart.eval.benchmark import opinion
 from headstart.eval.gating.checks import Thresholds
+from headstart.eval.gating.verdict import Verdict, judge
 from headstart.eval.service import page, plots
 
 
@@ -42,7 +43,7 @@ def written(folder: Path, result: dict[str, Any], concurrency: int = 1) -> tuple
     verdict = judge(named, Thresholds(concurrency=concurrency))
     there = sorted({cell["concurrency"] for cell in result["cells"]})
     others = [judge(named, Thresholds(concurrency=at)) for at in there]
-    page.write(result, verdict, others, folder)
+    page.write(result, opinion(verdict), [opinion(other) for other in others], folder)
     return (folder / "benchmark.html").read_text(encoding="utf-8"), verdict
 
 

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import Batch, Drafting, fingerprint, supervised
+from headstart.models.batch import Batch, supervised
+from headstart.models.drafter import fingerprint
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.loading import is_checkpoint, kind_of, load, load_checkpoint
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

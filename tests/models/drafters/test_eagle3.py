@@ -13,13 +13,14 @@ from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
 from torch import Tensor
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
-from headstart.models.drafter import Batch, Drafting
+from headstart.models.batch import Batch
 from headstart.models.drafters.eagle3 import Eagle3Config, check_layers
 from headstart.models.loading import load_checkpoint, load_pair
 from headstart.models.parts.feature_drafter import State
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import RowRandom, Sampling
 from headstart.models.proposal.trees import chain, static
 from headstart.models.verifier.cache import RaggedCache

@@ -26,7 +26,7 @@ from tiny import FAMILIES
 from tiny import verifier as tiny_verifier
 
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.drafters.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig

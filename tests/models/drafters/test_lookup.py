@@ -7,7 +7,6 @@ import torch
 from small_texts import endless, plain
 
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import Drafting, Proposal
 from headstart.models.drafters.lookup import (
     Lookahead,
     LookaheadConfig,
@@ -15,6 +14,7 @@ from headstart.models.drafters.lookup import (
     PromptLookupConfig,
     continuation,
 )
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import Dynamic, cartesian, chain, tree_attention_mask
 from headstart.models.verifier.verifier import States

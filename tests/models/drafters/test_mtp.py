@@ -25,10 +25,10 @@ from tiny_run import lines
 from torch import Tensor
 from torch.nn.functional import silu
 
-from headstart.data.render import Row
 from headstart.data.rows.collate import collate
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
-from headstart.models.drafter import Batch
+from headstart.models.batch import Batch
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.loading import load_checkpoint

@@ -13,9 +13,9 @@ from runs import ONES, write_conversations
 from served import GREEDY, Serving, batch_of, close, texts
 
 from headstart.eval.decoding.speculate import generate
+from headstart.models import saved
 from headstart.models.drafter import fingerprint
 from headstart.models.drafters.draft_lm import DraftLM
-from headstart.models.formats import imports
 from headstart.models.loading import load, load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling
@@ -34,7 +34,7 @@ SCRIPTS = {"eagle3": eagle3, "eagle1": eagle1, "medusa": medusa, "draft_lm": dra
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_tensor_comes_in_with_its_bits(name, tmp_path):
     drafter = imported(name, tmp_path)
-    assert imports.kind_in(tmp_path) == name.split(",")[0]
+    assert saved.kind_in(tmp_path) == name.split(",")[0]
     held = [t for t in drafter.state_dict().values()]
     theirs = foreign.tensors_in(tmp_path)
     if torch.equal(theirs.get("embed_tokens.weight", OTHERS), EMBEDDINGS):
@@ -194,11 +194,11 @@ def test_a_folder_without_weights_or_with_damaged_ones_is_refused(tmp_path):
 
 def test_an_ordinary_model_and_a_checkpoint_are_no_imports(tmp_path):
     tiny.save(VERIFIER, tmp_path / "model")
-    assert imports.kind_in(tmp_path / "model") is None
+    assert saved.kind_in(tmp_path / "model") is None
     assert isinstance(load(str(tmp_path / "model"), VERIFIER), DraftLM)
     imported("eagle3, original", tmp_path / "theirs").save(tmp_path / "ours")
-    assert imports.kind_in(tmp_path / "ours") is None
-    assert imports.kind_in(tmp_path / "nowhere") is None
+    assert saved.kind_in(tmp_path / "ours") is None
+    assert saved.kind_in(tmp_path / "nowhere") is None
 
 
 # ---- trained -----------------------------------------------------------------------------------

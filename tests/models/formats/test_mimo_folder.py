@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from headstart.eval.decoding.speculate import generate
 from headstart.models import export
-from headstart.models.drafter import Drafting
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import LAYOUTS, MTPConfig
 from headstart.models.export import Export
 from headstart.models.formats import mimo_folder, mtp_native
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

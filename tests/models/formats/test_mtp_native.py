@@ -13,12 +13,13 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from headstart.eval.decoding.speculate import generate
-from headstart.models.drafter import Drafting, fingerprint
+from headstart.models.drafter import fingerprint
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import LAYOUTS, MTPConfig
 from headstart.models.formats import mtp_native
 from headstart.models.loading import load_pair
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

@@ -10,10 +10,10 @@ import torch
 from tiny_run import batch as random_batch
 from torch import Tensor
 
-from headstart.data.render import Row
+from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.measures.quality import Quality, compare_verifiers
-from headstart.models.drafter import Batch, supervised
+from headstart.models.batch import Batch, supervised
 from headstart.models.drafters.medusa import Medusa, MedusaConfig
 from headstart.models.joint.lora import ADAPTER, JointConfig, JointModel, linear_layers, tune
 from headstart.models.loading import load, load_pair

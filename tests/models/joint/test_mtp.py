@@ -14,13 +14,13 @@ from torch.nn.functional import cross_entropy
 from headstart.data.conversations.reading import resolve
 from headstart.eval.decoding.speculate import generate
 from headstart.models import losses as shared
-from headstart.models.drafter import Drafting
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.joint.lora import OwnPrediction
 from headstart.models.joint.mtp import VERIFIER, JointMTP
 from headstart.models.loading import load_pair
 from headstart.models.losses import LossConfig
+from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.verifier import Verifier

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.models.drafter import Drafting, Proposal
 from headstart.models.proposal.growth import Nodes, grow
+from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom, Sampling, draw
 from headstart.models.proposal.trees import Dynamic, cartesian, chain, static, tree_attention_mask
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny_run import losses, train
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from headstart.models.drafter import Loss
+from headstart.models.batch import Loss
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.losses import LossConfig
 from headstart.script import ROOT
