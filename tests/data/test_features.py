@@ -41,7 +41,7 @@ def documents_of(source: str, seed: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "eagle1"])
 def test_training_from_the_cache_is_training_online(
     tmp_path: Path,
-    verifier: str,  # noqa: F811
+    verifier: str,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,7 +64,7 @@ def test_training_from_the_cache_is_training_online(
 
 
 def test_bfloat16_takes_half_and_is_read_in_the_verifiers_precision(
-    tmp_path: Path, verifier: str  # noqa: F811
+    tmp_path: Path, verifier: str
 ) -> None:  # fmt: skip
     settings = recipe(tmp_path, verifier)
     for dtype in ("float32", "bfloat16"):
@@ -88,7 +88,7 @@ def test_bfloat16_takes_half_and_is_read_in_the_verifiers_precision(
 
 
 def test_fewer_layers_are_read_from_a_cache_of_more(
-    tmp_path: Path, verifier: str  # noqa: F811
+    tmp_path: Path, verifier: str
 ) -> None:  # fmt: skip
     settings = recipe(tmp_path, verifier)
     cache = Cache(write(settings, tmp_path / "features", layers=[2, 4, 5]))
@@ -104,7 +104,7 @@ def test_fewer_layers_are_read_from_a_cache_of_more(
 
 def test_stopped_writer_goes_on_where_it_was(
     tmp_path: Path,
-    verifier: str,  # noqa: F811
+    verifier: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
@@ -141,7 +141,7 @@ def test_stopped_writer_goes_on_where_it_was(
     assert len(list((tmp_path / "broken").glob("*.safetensors"))) <= shards + 1
 
 
-def test_data_may_be_added(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+def test_data_may_be_added(tmp_path: Path, verifier: str) -> None:
     settings = recipe(tmp_path, verifier)
     out = tmp_path / "features"
     settings.data.features = write(settings, out, data=[settings.data.train])
@@ -154,7 +154,7 @@ def test_data_may_be_added(tmp_path: Path, verifier: str) -> None:  # noqa: F811
 
 
 @pytest.fixture
-def cached(tmp_path: Path, verifier: str) -> CommonRecipe:  # noqa: F811
+def cached(tmp_path: Path, verifier: str) -> CommonRecipe:
     """A recipe that trains from a cache."""
     settings = recipe(tmp_path, verifier)
     settings.data.features = write(settings, tmp_path / "features")
@@ -271,7 +271,7 @@ def test_no_cache_there_says_how_to_write_one(cached: CommonRecipe) -> None:
 
 def test_size_is_known_and_the_disk_looked_at_before_anything_is_written(
     tmp_path: Path,
-    verifier: str,  # noqa: F811
+    verifier: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
@@ -301,7 +301,7 @@ def test_size_is_known_and_the_disk_looked_at_before_anything_is_written(
     ],
 )
 def test_bad_settings_are_named(
-    tmp_path: Path, verifier: str, changes: dict, message: str  # noqa: F811
+    tmp_path: Path, verifier: str, changes: dict, message: str
 ) -> None:  # fmt: skip
     settings = recipe(tmp_path, verifier)
     with pytest.raises(ValueError, match=message):
@@ -310,7 +310,7 @@ def test_bad_settings_are_named(
     assert not manifest.exists() or json.loads(manifest.read_text())["complete"]
 
 
-def test_a_file_is_no_folder_for_a_cache(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+def test_a_file_is_no_folder_for_a_cache(tmp_path: Path, verifier: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^out '.*file' is a file; pass a folder"):
         write(recipe(tmp_path, verifier), tmp_path / "file")

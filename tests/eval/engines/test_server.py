@@ -144,7 +144,7 @@ def test_what_vllm_does_not_load_is_refused_with_the_reason(tmp_path):
 def test_a_mistyped_folder_is_not_taken_for_a_name_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    refused("outputs/nope", 2, "drafter 'outputs/nope': no such folder in 'outputs'")
+    refused("outputs/nope", 2, "drafter 'outputs/nope' is not a checkpoint .* no such folder")
     refused("outputs/run/nope", 2, "'outputs/run/nope' is not a checkpoint .* no such folder")
     for name in ("outputs/nope", "outputs/run/nope", "./nope", str(tmp_path / "nope")):
         with pytest.raises(ValueError, match=f"verifier '{name}': no such folder"):

@@ -38,7 +38,7 @@ def test_names_come_apart(tmp_path: Path) -> None:
     assert split(str(tmp_path / "with+plus")) == (str(tmp_path / "with+plus"), None)
 
 
-def test_states_are_those_of_the_unmerged_adapter(verifier: str, adapter: str) -> None:  # noqa: F811
+def test_states_are_those_of_the_unmerged_adapter(verifier: str, adapter: str) -> None:
     unmerged = peft.PeftModel.from_pretrained(tiny.verifier().model, adapter)
     loaded, plain = Verifier.load(f"{verifier}+{adapter}"), Verifier.load(verifier)
     ids = torch.randint(0, 64, (2, 12))
@@ -51,7 +51,7 @@ def test_states_are_those_of_the_unmerged_adapter(verifier: str, adapter: str) -
 
 
 def test_drafter_is_answered_trained_and_loaded_with_the_adapter(
-    tmp_path: Path, verifier: str, adapter: str  # noqa: F811
+    tmp_path: Path, verifier: str, adapter: str
 ) -> None:  # fmt: skip
     prompts = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "w1 w2 w3"}]
@@ -82,7 +82,7 @@ def test_drafter_is_answered_trained_and_loaded_with_the_adapter(
 
 
 def test_adapter_that_is_none_is_named(
-    tmp_path: Path, verifier: str, adapter: str  # noqa: F811
+    tmp_path: Path, verifier: str, adapter: str
 ) -> None:  # fmt: skip
     with pytest.raises(ValueError, match=r"adapter '.*nowhere': no such folder"):
         Verifier.load(f"{verifier}+{tmp_path}/nowhere")
@@ -109,7 +109,7 @@ def test_adapter_of_a_model_of_another_depth_is_refused(
         Verifier.load(f"{other}+{adapter}")
 
 
-def test_adapter_that_is_not_lora_is_refused(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+def test_adapter_that_is_not_lora_is_refused(tmp_path: Path, verifier: str) -> None:
     config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
     peft.get_peft_model(tiny.verifier().model, config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is not this verifier's: it is of type IA3; pass"):

@@ -53,7 +53,7 @@ def create(kind: str, settings: CommonRecipe) -> Any:
 @pytest.mark.parametrize("kind", sorted(SCRIPTS.keys() - {"draft_lm"}))
 def test_parameters_and_saved_tensors_are_those_of_the_real_drafter(
     tmp_path: Path,
-    verifier: str,  # noqa: F811
+    verifier: str,
     kind: str,
 ) -> None:
     settings = recipe(tmp_path, verifier, kind)
@@ -88,7 +88,7 @@ def test_parameters_and_saved_tensors_are_those_of_the_real_drafter(
 
 
 def test_sizes_are_shared_out_as_the_launcher_does(
-    tmp_path: Path, verifier: str  # noqa: F811
+    tmp_path: Path, verifier: str
 ) -> None:  # fmt: skip
     settings = recipe(tmp_path, verifier, accumulation=3)
     one = planned(settings, "eagle3", "ddp:1")
@@ -110,7 +110,7 @@ def test_sizes_are_shared_out_as_the_launcher_does(
 
 def test_nothing_is_loaded_and_nothing_is_written(
     tmp_path: Path,
-    verifier: str,  # noqa: F811
+    verifier: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
@@ -134,7 +134,7 @@ def test_unknown_launcher_is_named(text: str) -> None:
         parse(text)
 
 
-def test_what_cannot_be_planned_is_named(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+def test_what_cannot_be_planned_is_named(tmp_path: Path, verifier: str) -> None:
     settings = recipe(tmp_path, verifier, "medusa")
     settings.plan, settings.joint = "ddp:1", JointConfig(rank=2)
     with pytest.raises(ValueError, match="trains the verifier too"):

@@ -126,7 +126,7 @@ def test_shared_weights_are_whole_where_drafts_are_replayed(tmp_path: Path, laun
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_the_verifier_is_whole_in_every_process(tmp_path: Path, verifier: str) -> None:  # noqa: F811
+def test_the_verifier_is_whole_in_every_process(tmp_path: Path, verifier: str) -> None:
     settings = asdict(recipe(tmp_path, verifier, max_steps=2))
     settings["data"]["limit"] = 10  # four batches, which need not be halved for two processes
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
