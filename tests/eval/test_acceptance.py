@@ -172,7 +172,7 @@ def test_without_speed_and_at_temperature_one_alone(workplace, tmp_path):
     assert report.NO_SPEED in (tmp_path / "report.md").read_text()
     changes |= {"speed_draft_lengths": (1,), "speed_prompts": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "measure_run", lambda *_: [])
+        patch.setattr(measuring, "measure_run", lambda *_: [])
         patch.setattr(report, "print_law", lambda _: None)
         verifier = Verifier.load(str(workplace / "verifier"))
         drafter = load_checkpoint(workplace / "drafter", verifier)
