@@ -39,7 +39,8 @@ from headstart.script import parse, run_script
 from headstart.train import eagle3, medusa
 from headstart.train.run import prepare
 from headstart.train.run import recipe as shared
-from headstart.train.run.prepare import check_checkpoint, count_tokens, initial_drafter
+from headstart.train.run.prepare import count_tokens
+from headstart.train.run.start import check_checkpoint, initial_drafter
 from headstart.train.run.tracking import Tracker
 
 torch.set_num_threads(1)

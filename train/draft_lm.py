@@ -19,7 +19,8 @@ from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling
 from headstart.script import run_script
-from headstart.train.run.recipe import CommonRecipe, Featurize, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Featurize, Script
 
 
 @dataclass
@@ -119,13 +120,13 @@ def run(recipe: Recipe) -> None:
     def rewrite(drafter: DraftLM, featurize: Featurize) -> Featurize:
         return OnPolicy(drafter, featurize, recipe.on_policy) if recipe.on_policy else featurize
 
-    train(
-        recipe,
+    script = Script(
         "draft_lm",
-        lambda verifier, data: DraftLM.create(verifier, recipe.drafter, recipe.loss),
+        lambda verifier, counts: DraftLM.create(verifier, recipe.drafter, recipe.loss),
         check=recipe.drafter.check,
         rewrite=rewrite,
     )
+    train(recipe, script)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.losses import LossConfig
 from headstart.script import run_script
-from headstart.train.run.recipe import CommonRecipe, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Script
 
 
 @dataclass
@@ -24,11 +25,11 @@ class Recipe(CommonRecipe):
 
 def run(recipe: Recipe) -> None:
     """Train to the end of the recipe's budget."""
-    train(
-        recipe,
+    script = Script(
         "eagle1",
-        lambda verifier, data: Eagle1.create(verifier, recipe.drafter, recipe.loss),
+        lambda verifier, counts: Eagle1.create(verifier, recipe.drafter, recipe.loss),
     )
+    train(recipe, script)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.script import run_script
-from headstart.train.run.recipe import CommonRecipe, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Script
 
 
 @dataclass
@@ -23,14 +24,12 @@ class Recipe(CommonRecipe):
 
 def run(recipe: Recipe) -> None:
     """Train to the end of the recipe's budget."""
-    train(
-        recipe,
+    script = Script(
         "eagle3",
-        lambda verifier, data: Eagle3.create(
-            verifier, recipe.drafter, recipe.loss, data.token_counts
-        ),
+        lambda verifier, counts: Eagle3.create(verifier, recipe.drafter, recipe.loss, counts),
         check=recipe.drafter.check,
     )
+    train(recipe, script)
 
 
 if __name__ == "__main__":

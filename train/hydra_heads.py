@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from headstart.models.drafters.hydra_heads import HydraHeads, HydraHeadsConfig
 from headstart.models.losses import LossConfig
 from headstart.script import run_script
-from headstart.train.run.recipe import CommonRecipe, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Script
 
 
 @dataclass
@@ -27,15 +28,13 @@ class Recipe(CommonRecipe):
 
 def run(recipe: Recipe) -> None:
     """Train to the end of the recipe's budget."""
-    train(
-        recipe,
+    script = Script(
         "hydra_heads",
-        lambda verifier, data: HydraHeads.create(
-            verifier, recipe.drafter, recipe.loss, data.token_counts
-        ),
+        lambda verifier, counts: HydraHeads.create(verifier, recipe.drafter, recipe.loss, counts),
         check=recipe.drafter.check,
         max_depth=recipe.loss.num_steps,
     )
+    train(recipe, script)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from headstart.models.losses import LossConfig
 from headstart.models.verifier.adapter import import_peft
 from headstart.models.verifier.outline import Outline
 from headstart.script import run_script
-from headstart.train.run.recipe import CommonRecipe, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Script
 
 
 @dataclass
@@ -43,16 +44,14 @@ def run(recipe: Recipe) -> None:
         if recipe.joint is not None:
             recipe.joint.check(verifier)
 
-    train(
-        recipe,
+    script = Script(
         "medusa",
-        lambda verifier, data: Medusa.create(
-            verifier, recipe.drafter, recipe.loss, data.token_counts
-        ),
+        lambda verifier, counts: Medusa.create(verifier, recipe.drafter, recipe.loss, counts),
         check=check,
         max_depth=recipe.loss.num_steps,
         joint=joint if recipe.joint is not None else None,
     )
+    train(recipe, script)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from headstart.models.losses import LossConfig
 from headstart.models.saved import read_tensors
 from headstart.models.verifier.outline import Outline
 from headstart.script import run_script
-from headstart.train.run.loop import TrainingConfig
-from headstart.train.run.recipe import CommonRecipe, train
+from headstart.train.run.recipe import train
+from headstart.train.run.settings import CommonRecipe, Script, TrainingConfig
 
 
 @dataclass
@@ -68,13 +68,13 @@ def run(recipe: Recipe) -> None:
     if recipe.mode == "joint":
         check_loss(recipe.loss)
     create = mtp_native.create if recipe.mode == "native" else MTP.create
-    train(
-        recipe,
+    script = Script(
         "mtp",
-        lambda verifier, data: create(verifier, config, recipe.loss),
+        lambda verifier, counts: create(verifier, config, recipe.loss),
         check=lambda verifier: check(recipe, verifier),
         joint=(lambda drafter, _: JointMTP(drafter)) if recipe.mode == "joint" else None,
     )
+    train(recipe, script)
     if recipe.mode == "native" and PartialState().is_main_process:
         write_back(recipe)
 

@@ -16,7 +16,7 @@ from headstart.data.features import Features
 from headstart.data.states.cache import Cache, CachedFeaturizer, key
 from headstart.data.states.featurize import Featurizer
 from headstart.models.verifier.verifier import Verifier
-from headstart.train.run.recipe import CommonRecipe
+from headstart.train.run.settings import CommonRecipe
 
 
 def write(settings: CommonRecipe, out: Path, **changes: Any) -> str:

@@ -34,8 +34,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import run_script
 from headstart.train import eagle3
-from headstart.train.run.loop import TrainingConfig
-from headstart.train.run.prepare import DataConfig
+from headstart.train.run.settings import DataConfig, TrainingConfig
 
 torch.set_num_threads(1)
 

@@ -20,9 +20,7 @@ from headstart.models.drafters.mtp_layouts import MTPConfig
 from headstart.models.joint.lora import JointConfig
 from headstart.models.losses import LossConfig
 from headstart.train import draft_lm, eagle1, eagle3, hydra_heads, medusa, mtp
-from headstart.train.run.loop import TrainingConfig
-from headstart.train.run.prepare import DataConfig
-from headstart.train.run.recipe import CommonRecipe
+from headstart.train.run.settings import CommonRecipe, DataConfig, TrainingConfig
 
 ONES = torch.ones(64)
 

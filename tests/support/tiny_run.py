@@ -21,9 +21,10 @@ from headstart.models.loading import load_checkpoint
 from headstart.models.losses import LossConfig
 from headstart.script import leave
 from headstart.train.run.checkpoint import Checkpoints
-from headstart.train.run.loop import TrainingConfig, fit, launch
+from headstart.train.run.loop import fit, launch
 from headstart.train.run.prepare import Data, make_validation
-from headstart.train.run.tracking import Tracker, TrackingConfig
+from headstart.train.run.settings import TrackingConfig, TrainingConfig
+from headstart.train.run.tracking import Tracker
 
 torch.set_num_threads(1)  # of a tiny model, more would wait for each other
 

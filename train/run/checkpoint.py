@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from headstart.eval.engines import server
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.verifier.adapter import join, split
+from headstart.train.run.settings import RUN_LENGTH
 
-RUN_LENGTH = ("max_steps", "num_epochs", "max_tokens")
 _MAY_CHANGE = {  # on a resume: how long and how carefully to train, where to write, memory
     "verifier",  # its weights decide, by their fingerprint
     *(f"training.{name}" for name in RUN_LENGTH),

@@ -12,9 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -23,58 +21,10 @@ from torch import Tensor
 
 from headstart.models.batch import Batch, supervised
 from headstart.models.drafter import TrainableDrafter
-from headstart.models.proposal.trees import MOST_NODES
 from headstart.train.run import sharding
-from headstart.train.run.checkpoint import (
-    RUN_LENGTH,
-    Checkpoints,
-    Saved,
-    random_state,
-    restore_random,
-)
+from headstart.train.run.checkpoint import Checkpoints, Saved, random_state, restore_random
+from headstart.train.run.settings import TrainingConfig, check
 from headstart.train.run.tracking import Tracker
-
-
-@dataclass
-class TrainingConfig:
-    """How long, how fast, where to."""
-
-    output_dir: str
-    """Folder of the run: checkpoints, metrics, provenance."""
-    max_steps: int | None = None
-    """Optimizer steps to train. Give exactly one of max_steps, num_epochs, max_tokens."""
-    num_epochs: float | None = None
-    """Passes over the training rows."""
-    max_tokens: int | None = None
-    """Budget of input tokens, each counted every time it is trained on."""
-    accumulation: int = 1
-    """Micro-batches of one rank in an optimizer step."""
-    learning_rate: float = 1e-4
-    """Peak of AdamW's rate."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape of the rate after warm-up."""
-    warmup: float = 0.03
-    """Share of the run in which the rate rises linearly."""
-    floor: float = 0.1
-    """Where the cosine ends, as a share of learning_rate."""
-    weight_decay: float = 0.0
-    """AdamW's."""
-    max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it."""
-    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
-    """auto: bf16 on CUDA and on CPUs with AMX, else no. Master weights are float32 always."""
-    seed: int = 0
-    """Of initial weights, data order and dropout."""
-    validate_every: int = 100
-    """Optimizer steps between validations; 0: only at the end."""
-    draft_length: int = 4
-    """K of the replayed acceptance length, which also chooses the best checkpoint."""
-    save_every: int = 500
-    """Optimizer steps between checkpoints; 0: only at the end."""
-    keep_last: int = 2
-    """Checkpoints kept, besides the best one."""
-    resume: bool = False
-    """Continue from the newest intact checkpoint of output_dir."""
 
 
 class Loader(Protocol):
@@ -84,46 +34,6 @@ class Loader(Protocol):
     def __len__(self) -> int: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def check(settings: TrainingConfig) -> None:
-    """Raise a ValueError for settings that cannot be trained with."""
-    given = [name for name in RUN_LENGTH if getattr(settings, name) is not None]
-    if len(given) != 1:
-        unset = " or ".join(f"--training.{name} null" for name in given)
-        raise ValueError(
-            "training: give exactly one of max_steps, num_epochs and max_tokens, not "
-            f"{' and '.join(given) or 'none'}; "
-            + (f"unset the other with {unset}" if given else "such as --training.num_epochs 1")
-        )
-    for name in (given[0], "accumulation", "draft_length", "keep_last", "max_grad_norm"):
-        if getattr(settings, name) <= 0:
-            raise ValueError(
-                f"training.{name} is {getattr(settings, name)}; it must be greater than 0"
-            )
-    if settings.draft_length > MOST_NODES:
-        raise ValueError(
-            f"training.draft_length is {settings.draft_length}; it must be {MOST_NODES} or less"
-        )
-    if not 0 <= settings.seed < 2**32:  # what NumPy's generator takes
-        raise ValueError(f"training.seed is {settings.seed}; it must be in [0, 2^32)")
-    for name in ("learning_rate", "weight_decay", "validate_every", "save_every"):
-        if getattr(settings, name) < 0:
-            raise ValueError(
-                f"training.{name} is {getattr(settings, name)}; it must not be below 0"
-            )
-    for name in ("warmup", "floor"):
-        if not 0 <= getattr(settings, name) <= 1:
-            raise ValueError(f"training.{name} is {getattr(settings, name)}; it must be in 0 … 1")
-    folder = Path(settings.output_dir).absolute()
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        what = "cannot be written to" if folder.is_dir() else "is not a folder"
-        raise ValueError(
-            f"training.output_dir {settings.output_dir!r}: {folder} {what}; "
-            "pass another --training.output_dir"
-        )
 
 
 def launch(settings: TrainingConfig) -> Accelerator:

@@ -12,7 +12,7 @@ vocabulary.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from headstart.models.verifier.names import HINT
 from headstart.models.verifier.outline import first_line, locate
 from headstart.models.verifier.partial import needed
 from headstart.models.verifier.verifier import Verifier
-from headstart.train.run.prepare import Data, DataConfig
+from headstart.train.run.settings import CommonRecipe, DataConfig, Script
 
 # Tensors [rows, V'] that a chunk of the loss holds at once: of the drafter's rows logits, log p, p
 # or the gradient, the teacher's for each row, the weighted gradient; of the teacher's positions
@@ -153,20 +153,19 @@ def parse(text: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def plan(
-    recipe: Any,
-    kind: str,
-    create: Callable[[Verifier, Data], TrainableDrafter],
-    joint: Callable[..., Any] | None,
-) -> Plan:
+def plan(recipe: CommonRecipe, script: Script) -> Plan:
     """The plan of a recipe, as `recipe.plan` says it is launched.
 
     Raises:
         ValueError: the verifier's config cannot be read, or the drafter does not fit it.
     """
     launcher, processes = parse(recipe.plan)
-    if joint is not None or kind == "draft_lm":
-        what = "the verifier too (joint)" if joint is not None else "a language model (draft_lm)"
+    if script.joint is not None or script.kind == "draft_lm":
+        what = (
+            "the verifier too (joint)"
+            if script.joint is not None
+            else "a language model (draft_lm)"
+        )
         raise ValueError(
             f"plan: a run that trains {what} cannot be planned; try three steps of it instead, "
             "--training.max_steps 3"
@@ -178,7 +177,7 @@ def plan(
     verifier = Weightless.load(recipe.verifier, dtype)
     with torch.device("meta"):
         counts = torch.zeros(verifier.vocab_size)
-        drafter = create(verifier, Data([], [], counts))
+        drafter = script.create(verifier, counts)
     own = numel(drafter)
     held = nbytes(verifier.model)
     if recipe.data.features is not None:  # as prepare.load_verifier
@@ -194,7 +193,7 @@ def plan(
     weights = 4 * own // processes if shared else 4 * own
     shards = 1 if launcher == "ddp" else processes
     return Plan(
-        kind=kind,
+        kind=script.kind,
         verifier_name=recipe.verifier,
         launcher=launcher,
         processes=processes,

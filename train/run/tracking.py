@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,8 @@ import yaml
 from tqdm import tqdm
 
 from headstart.eval.reports.report import provenance
+from headstart.train.run.settings import TrackingConfig
 from headstart.train.run.wandb_run import WandbRun
-
-
-@dataclass
-class TrackingConfig:
-    """What is logged, and where besides `metrics.jsonl`."""
-
-    log_every: int = 10
-    """Optimizer steps between log lines; each line is the mean over them."""
-    wandb: str | None = None
-    """Project on wandb; default: no wandb."""
-    wandb_offline: bool = False
-    """Keep wandb's files in output_dir for a later `wandb sync`."""
 
 
 def on_disk(method: Callable) -> Callable:

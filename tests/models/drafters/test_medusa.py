@@ -32,7 +32,7 @@ from headstart.models.losses import LossConfig
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import Dynamic, chain
 from headstart.train.run.checkpoint import model_card
-from headstart.train.run.prepare import check_depths
+from headstart.train.run.start import check_depths
 
 VERIFIER = tiny_verifier()
 VARIANTS = {

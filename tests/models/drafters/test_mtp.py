@@ -35,7 +35,7 @@ from headstart.models.loading import load_checkpoint
 from headstart.script import parse
 from headstart.train import mtp
 from headstart.train.run.checkpoint import model_card
-from headstart.train.run.loop import TrainingConfig
+from headstart.train.run.settings import TrainingConfig
 
 with torch.no_grad():  # a norm without weights of its own is not seen through another norm
     VERIFIER.decoder.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(9))

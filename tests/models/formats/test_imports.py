@@ -22,8 +22,8 @@ from headstart.models.proposal.sampling import Sampling
 from headstart.models.proposal.trees import chain
 from headstart.models.verifier.outline import Outline
 from headstart.train import draft_lm, eagle1, eagle3, medusa
-from headstart.train.run.loop import TrainingConfig
-from headstart.train.run.prepare import DataConfig, check_checkpoint, initial_drafter
+from headstart.train.run.settings import DataConfig, TrainingConfig
+from headstart.train.run.start import check_checkpoint, initial_drafter
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from headstart.models.loading import load, load_pair
 from headstart.models.losses import LossConfig
 from headstart.models.verifier.verifier import Verifier
 from headstart.train.run.checkpoint import model_card
-from headstart.train.run.prepare import initial_drafter
+from headstart.train.run.start import initial_drafter
 
 LOSS = LossConfig(num_steps=2)
 

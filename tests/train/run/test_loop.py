@@ -13,7 +13,8 @@ from tiny_run import batch, losses, rows_of, train
 
 from headstart.models.drafters.eagle3 import Eagle3
 from headstart.models.losses import LossConfig
-from headstart.train.run.loop import TrainingConfig, check, count, rate
+from headstart.train.run.loop import count, rate
+from headstart.train.run.settings import TrainingConfig, check
 
 PROGRAM = [sys.executable, tiny_run.__file__]
 TWO_RANKS = [

@@ -19,8 +19,7 @@ from headstart.models.verifier.verifier import Verifier
 from headstart.script import ROOT
 from headstart.train.run import plan as planning
 from headstart.train.run.plan import Weightless, parse, plan
-from headstart.train.run.prepare import Data
-from headstart.train.run.recipe import CommonRecipe
+from headstart.train.run.settings import CommonRecipe
 
 
 def planned(settings: CommonRecipe, kind: str, launcher: str = "ddp:1") -> planning.Plan:
@@ -41,11 +40,8 @@ def create(kind: str, settings: CommonRecipe) -> Any:
     script, _ = SCRIPTS[kind]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            script, "train",
-            lambda recipe, kind, create, *rest, **more: found.append(
-                create(made, Data([], [], torch.ones(64)))
-            ),
-        )  # fmt: skip
+            script, "train", lambda _, added: found.append(added.create(made, torch.ones(64)))
+        )
         script.run(settings)
     return found[0]
 

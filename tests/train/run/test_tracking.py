@@ -9,7 +9,8 @@ import pytest
 import tiny_run
 from tiny_run import lines, train
 
-from headstart.train.run.tracking import Tracker, TrackingConfig, truncate
+from headstart.train.run.settings import TrackingConfig
+from headstart.train.run.tracking import Tracker, truncate
 
 
 def test_every_log_line_has_the_numbers(tmp_path: Path) -> None:
