@@ -48,8 +48,8 @@ def _train(recipe: CommonRecipe, script: Script, accelerator: Accelerator) -> No
     if training.resume and resumed is None:
         accelerator.print(f"nothing to resume in {training.output_dir}: a new run")
     with accelerator.main_process_first():  # which fetches an embedded verifier
-        Outline.read(recipe.verifier)
-    check_before(recipe, script, resumed)
+        outline = Outline.read(recipe.verifier)
+    check_before(recipe, script, outline, resumed)
     needs = prepare(recipe, script, accelerator, resumed)
     fit(
         needs.model,

@@ -118,14 +118,15 @@ def check_depths(max_depth: int | None, draft_length: int, loss: LossConfig) -> 
         )
 
 
-def check_before(recipe: CommonRecipe, script: Script, resumed: Saved | None) -> None:
+def check_before(
+    recipe: CommonRecipe, script: Script, outline: Outline, resumed: Saved | None
+) -> None:
     """What can be told before minutes are spent on weights and data.
 
     Raises:
         ValueError: data that is not there, a drafter to start from that does not fit, settings that
             this verifier does not allow.
     """
-    outline = Outline.read(recipe.verifier)
     check_data(recipe.data, outline)
     max_depth = script.max_depth
     start, field = recipe.init_from, "init_from"
