@@ -18,7 +18,7 @@ SHIPPED = ("models", "data", "eval", "train", "recipes")
 ELSEWHERE = """
 import pathlib, sys
 import headstart.train.eagle3
-from headstart.data import conversations
+from headstart.data.conversations import reading
 from headstart.script import ROOT, parse
 
 site = pathlib.Path(sys.argv[1])
@@ -26,7 +26,7 @@ assert pathlib.Path(headstart.__file__).is_relative_to(site), headstart.__file__
 assert not any(pathlib.Path(p or ".").resolve() == pathlib.Path(sys.argv[2]) for p in sys.path)
 names = [f"{d}/{f}.jsonl" for d in ("smollm2", "domain") for f in ("train", "eval", "eval-t1")]
 for name in names:
-    rows = list(conversations.read(f"data/{name}", limit=5))
+    rows = list(reading.read(f"data/{name}", limit=5))
     assert len(rows) == 5 and rows[0].messages
 recipe = parse(headstart.train.eagle3.Recipe, ["--config", "recipes/eagle3/tiny.yaml"])
 assert recipe.verifier == "embedded/smollm2-135m"

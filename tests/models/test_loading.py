@@ -50,7 +50,7 @@ def written(folder: Path, change: dict[str, Any]) -> None:
         ({"num_attention_heads": -9}, "config.json"),
         ({"rms_norm_eps": "NaNish"}, "config.json says: .*NaNish"),
         ({"draft_vocab_size": "x"}, "config.json.* x"),
-        ({"draft_vocab_size": 15}, "d2t has 16 ids, draft_vocab_size is 15"),
+        ({"draft_vocab_size": 15}, "d2t .offsets. has 16 ids, draft_vocab_size is 15"),
         ({"hidden_act": "bogus"}, "config.json says: .*bogus"),
         ({"hidden_size": 500}, "config.json"),
         ({f"eagle_config.{LAYERS}": [2, 4, 99]}, r"1 … 8, got \[2, 4, 99\]"),
@@ -80,9 +80,9 @@ def test_a_verifier_that_is_no_name_is_told_before_any_is_loaded(folder: Path) -
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("d2t", lambda t: t + 1_000_000, "d2t, read as offsets, gives no ascending ids below 64"),
-        ("d2t", lambda t: torch.full_like(t, -5), "d2t, read as offsets"),
-        ("d2t", lambda t: t.float(), "d2t, read as offsets"),
+        ("d2t", lambda t: t + 1_000_000, "d2t .offsets. gives no ascending ids below 64"),
+        ("d2t", lambda t: torch.full_like(t, -5), "d2t .offsets. gives"),
+        ("d2t", lambda t: t.float(), "d2t .offsets. gives"),
         ("fc.weight", lambda t: t * torch.nan, r"not every number is finite in 1 tensor \(fc\.w"),
         ("norm.weight", lambda t: t / 0, "not every number is finite"),
     ],

@@ -86,7 +86,7 @@ def test_adapter_that_is_none_is_named(
 ) -> None:  # fmt: skip
     with pytest.raises(ValueError, match=r"adapter '.*nowhere': no such folder"):
         Verifier.load(f"{verifier}+{tmp_path}/nowhere")
-    with pytest.raises(ValueError, match=r"adapter '': no such folder"):
+    with pytest.raises(ValueError, match=r"adapter: its name is empty"):
         Verifier.load(f"{verifier}+")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "adapter_config.json").write_text("[1]")

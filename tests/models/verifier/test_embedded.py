@@ -14,7 +14,7 @@ from headstart.models.verifier.verifier import Verifier
 
 FAKES = """
 import pathlib, sys, time, zipfile
-from headstart.models import embedded
+from headstart.models.verifier import embedded
 
 def fetch(work):
     with zipfile.ZipFile(work / "fake.whl", "w") as wheel:

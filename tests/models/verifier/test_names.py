@@ -10,7 +10,7 @@ from headstart.models.verifier import adapter
 from headstart.models.verifier.names import check_there, is_embedded, is_path
 from headstart.models.verifier.outline import locate
 
-HUB = ["gpt2", "meta-llama/Llama-3.1-8B", "org/name+other/adapter"]
+HUB = ["gpt2", "meta-llama/Llama-3.1-8B"]
 LOST = ["/no/such", "./no", "~/no", "a/b/c", "outputs/no"]
 
 

@@ -22,7 +22,7 @@ def test_outline_is_that_of_the_loaded_verifier(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (None, "no such folder. Pass embedded/smollm2-135m, a local folder, or a Hub name"),
+        (None, ". Pass embedded/smollm2-135m, a local folder, or a Hub name"),
         ("{", "cannot be loaded: "),
         ('{"model_type": "resnet"}', "cannot be loaded: "),
     ],
