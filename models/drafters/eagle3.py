@@ -235,9 +235,8 @@ class Eagle3(FeatureDrafter):
         draft_ids = None
         if "d2t" in tensors:
             draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-            check_draft_ids(
-                folder, draft_ids, "d2t (offsets)", config, "draft_vocab_size", verifier
-            )
+            told = ("d2t (offsets)", config, "draft_vocab_size")
+            check_draft_ids(folder, draft_ids, *told, verifier)
         own = "embed_tokens.weight" in tensors
         drafter = cls(LlamaConfig(**config), verifier, loss, draft_ids, own)
         load_weights(drafter, folder, tensors)
