@@ -4,7 +4,8 @@
 
 Decodes prompts greedily with and without drafts and compares token by token; then draws many
 samples of the same prompts and compares how often each next token came with the verifier's law.
-Ends with code 1 where either says that the output is not the verifier's.
+Ends with code 1 where either says that the output is not the verifier's. With `--tasks`, counts
+the tasks solved without drafts and with instead.
 
 """
 
@@ -18,7 +19,7 @@ from headstart.data.conversations import reading
 from headstart.data.rows import rendering
 from headstart.data.rows.row import Row
 from headstart.data.rows.template import template_ids
-from headstart.eval.decoding import trial
+from headstart.eval.decoding import tasks, trial
 from headstart.eval.decoding.lossless import (
     SIGNIFICANCE,
     ChiSquare,
@@ -70,6 +71,11 @@ class Losslessness:
     samples: int = 1000
     """Drawn for each sampled prompt; 0: no sampled part."""
     sampled_prompts: int = 2
+    tasks: str | None = None
+    """Score tasks with right answers instead, without drafts and with: conversations that end in
+    the right answer, such as data/tasks/short.jsonl."""
+    task_samples: int = 8
+    """Texts of each task above temperature 0, without drafts and with."""
     batch_size: int = 8
     """Prompts decoded together; samples are drawn 32 times as many at once."""
     max_length: int = 1024
@@ -85,7 +91,13 @@ class Losslessness:
                 "checked"
             )
         Sampling(self.temperature, self.top_k, self.top_p)
-        for name in ("max_new_tokens", "batch_size", "sampled_prompts", "max_length"):
+        for name in (
+            "max_new_tokens",
+            "batch_size",
+            "sampled_prompts",
+            "max_length",
+            "task_samples",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("num_prompts", "samples"):
@@ -152,6 +164,35 @@ def sampled_part(
     return next_token_test(verifier, prompt_of(row), [d.output.tokens for d in done], law)
 
 
+def score_tasks(verifier: Verifier, drafter: Drafter, shapes: list[Shape], s: Losslessness) -> bool:
+    """Print how many tasks are solved without drafts and with; whether no difference is more than
+    chance."""
+    with named("tasks"):
+        found = tasks.read(s.tasks, verifier.tokenizer, s.max_length)
+    lines, wrong = [], []
+    greedy, law = Sampling(), Sampling(s.temperature, s.top_k, s.top_p)
+    parts = [
+        (greedy, Drafting(False, greedy), 1),
+        (law, Drafting(s.drafting == "sampled", law), s.task_samples),
+    ]
+    for shape in shapes:
+        for sampling, drafting, samples in parts:
+            limits = (s.max_new_tokens, s.batch_size, s.seed, samples)
+            scored = tasks.score(verifier, drafter, found, shape, sampling, drafting, *limits)
+            at = f"T = {sampling.temperature:g}"
+            numbers = [f"{right / scored.texts:.3f}" for right in (scored.plain, scored.drafted)]
+            lines.append([shape.name, at, str(scored.texts), *numbers, f"{scored.p_value:.4f}"])
+            if scored.p_value < SIGNIFICANCE or (samples == 1 and scored.plain != scored.drafted):
+                wrong.append(f"{shape.name} at {at}")
+    header = ["drafts", "law", "texts", "right without drafts", "right with", "p"]
+    print(f"\n{len(found)} tasks of {s.tasks}, {s.dtype}\n\n{report.table(header, lines)}")
+    verdict = "As many tasks are solved with drafts as without, chance apart."
+    if wrong:
+        verdict = f"DRAFTS CHANGE THE SCORE: {', '.join(wrong)}. Exact decoding does not."
+    print(f"\n{verdict}")
+    return not wrong
+
+
 def run(settings: Losslessness) -> bool:
     """Check, print, and say whether the output is the verifier's."""
     verifier, drafter = load_pair(
@@ -161,11 +202,13 @@ def run(settings: Losslessness) -> bool:
         settings.device,
         settings.allow_verifier,
     )
-    with named("prompts"):
-        rows = read_prompts(verifier, settings.prompts, settings.max_length)
     shapes: list[Shape] = [trees.chain(settings.draft_length)]
     if settings.tree is not None:
         shapes.append(trees.parse(settings.tree))
+    if settings.tasks is not None:
+        return score_tasks(verifier, drafter, shapes, settings)
+    with named("prompts"):
+        rows = read_prompts(verifier, settings.prompts, settings.max_length)
     chosen = trial.pick(rows, settings.num_prompts)
     verdicts = greedy_part(verifier, drafter, chosen, shapes, settings)
     lines = [
