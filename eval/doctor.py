@@ -24,6 +24,8 @@ from headstart.data.answers import decoding
 from headstart.data.answers.turns import Asking, Limits
 from headstart.data.conversations import reading
 from headstart.data.conversations.conversation import Conversation
+from headstart.data.conversations.law import Law
+from headstart.data.conversations.law import check as check_law
 from headstart.data.rows import rendering
 from headstart.data.rows.row import Audit, Row
 from headstart.data.states.featurize import Featurizer
@@ -39,9 +41,11 @@ from headstart.models.loading import CLASSES, tunes_verifier
 from headstart.models.proposal.sampling import Sampling
 from headstart.models.saved import read_config, read_tensors
 from headstart.models.verifier.verifier import Verifier
+from headstart.script import named
 
 ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
 _PROMPTS = "data/smollm2/eval.jsonl"
+_WAY_OUT = "drafts are compared with greedy answers; pass --prompts FILE, and they are written anew"
 
 
 @dataclass
@@ -189,7 +193,7 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
     """Rows that the verifier wrote, their audit, and whether training measured on such rows.
 
     Raises:
-        ValueError: data that cannot be read, or without a prompt.
+        ValueError: data that cannot be read, without a prompt, or with answers that are not greedy.
     """
     known = None if patient.recorded is None else patient.data["eval"]
     same = settings.prompts is None and known is not None and reading.resolve(known)
@@ -199,7 +203,10 @@ def texts(settings: Doctor, patient: Patient, verifier: Verifier) -> tuple[list[
     chosen = every if len(every) <= settings.num_prompts else chosen
     if not chosen:
         raise ValueError(f"prompts {source!r}: no row has a user turn")
-    if not same:
+    if same:
+        with named(f"data.eval {source!r} of its recipe"):
+            check_law(chosen, Law(0.0), lambda law: _WAY_OUT)
+    else:
         chosen = answered(chosen, settings, verifier)
     kwargs = patient.data["chat_template_kwargs"] if same else None
     rules = (verifier.tokenizer, verifier.terminator_ids, settings.max_length, kwargs)

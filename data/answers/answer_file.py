@@ -179,7 +179,7 @@ class AnswerFile:
         if any("token_ids" in message for message in answer.messages):
             return True
         answered = any(message["role"] == "assistant" for message in answer.messages)
-        return answered and answer.temperature is not None and self.record.exists()
+        return answered and answer.law is not None and self.record.exists()
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         try:

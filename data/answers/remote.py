@@ -22,6 +22,7 @@ from typing import Any
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
+from headstart.data.answers.request_law import LeftOut, law_fields, refused_fields
 from headstart.data.answers.turns import Asking, Turns, reply_of
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.template import plain
@@ -89,6 +90,7 @@ class RemoteVerifier:
         """Answers of which only the text is known."""
         self.doubted = False  # whether it serves the verifier
         self.extended = True  # it takes vLLM's fields beside OpenAI's
+        self.left_out = LeftOut(self.url)
         self.replies = self.refusals = 0
         self.first_reason: dict[str, str] = {}  # kind of skip -> what the first of them said
         self.last_sign = time.monotonic()  # of life
@@ -191,28 +193,36 @@ class RemoteVerifier:
                 yield Outcome(skipped=str(reason))
                 return
             more = turns.reply(message)
-            yield Outcome(turns.answered(asking), written, more)
+            answered = turns.answered(asking, self.left_out.undecided)
+            yield Outcome(answered, written, more)
 
     def _reply(
         self, connection: "Connection", turns: Turns, prompt: list[int], asking: Asking
     ) -> tuple[dict[str, Any], int]:
         """The assistant's turn, and its number of tokens, however often it takes."""
         attempt = failures = foreign = 0
-        replies = self.replies
+        replies, refused = self.replies, set[str]()
         while True:
             extended, wait, busy = self.extended, 0.0, False
-            body = self._body(turns, asking, extended)
+            body = self.left_out.of(self._body(turns, asking, extended), refused)
             try:
                 response = connection.client.post(f"{self.url}/chat/completions", json=body)
                 if response.status_code == 200:
+                    with self.lock:
+                        self.left_out.settle(refused)
                     made = self._message(_json(response), prompt, turns.conversation.id)
                     with self.lock:
                         self.replies += 1
                         self.last_sign = time.monotonic()
                     return made
                 reason = f"{response.status_code}: {_complaint(response)}"
-                if extended and "_token_ids" in reason and response.status_code in (400, 422):
+                said = response.text if response.status_code in (400, 422) else ""
+                if extended and "_token_ids" in said:
                     self.extended = False  # OpenAI's fields alone
+                    continue
+                named = refused_fields(response.status_code, said, body)
+                if named:
+                    refused |= named
                     continue
                 self._check(response.status_code, reason, turns.conversation.id)
                 wait = _seconds(response.headers.get("Retry-After"))
@@ -242,18 +252,13 @@ class RemoteVerifier:
             attempt += 1
 
     def _body(self, turns: Turns, asking: Asking, extended: bool) -> dict[str, Any]:
-        sampling = asking.sampling
         body: dict[str, Any] = {
             "model": self.model,
             "messages": plain(turns.written),
             "max_tokens": asking.limits.max_new_tokens,
-            "temperature": sampling.temperature,
-        }
-        if not sampling.greedy:
+        } | law_fields(asking.sampling)
+        if not asking.sampling.greedy:
             body["seed"] = zlib.crc32(f"{asking.seed} {turns.seed()}".encode()) >> 1
-            body["top_p"] = sampling.top_p
-            if sampling.top_k:
-                body["top_k"] = sampling.top_k
         if turns.conversation.tools:
             body["tools"] = turns.conversation.tools
         if asking.chat_template_kwargs:

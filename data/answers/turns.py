@@ -3,12 +3,13 @@
 import json
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from headstart.data.conversations.conversation import Conversation
+from headstart.data.conversations.law import Law
 from headstart.data.rows.template import template_ids
 from headstart.models.proposal.sampling import Sampling
 
@@ -87,14 +88,20 @@ class Turns:
         self.written.append(message)
         return bool(self.waiting) and "truncated" not in message
 
-    def answered(self, asking: Asking) -> Conversation:
-        """The conversation with its answers so far, and how they were written."""
+    def answered(self, asking: Asking, left_to_server: tuple[str, ...] = ()) -> Conversation:
+        """The conversation with its answers so far, and how they were written.
+
+        Args:
+            left_to_server: fields of the law that whoever wrote them decided.
+        """
+        sampling = asking.sampling
+        law = Law(sampling.temperature, sampling.top_k, sampling.top_p)
         return Conversation(
             self.conversation.id,
             self.written.copy(),
             tools=self.conversation.tools,
             category=self.conversation.category,
-            temperature=asking.sampling.temperature,
+            law=replace(law.shape, left_to_server=left_to_server),
             chat_template_kwargs=asking.chat_template_kwargs,
         )
 

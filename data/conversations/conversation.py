@@ -7,14 +7,20 @@
 """
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
+
+from headstart.data.conversations import law as laws
+from headstart.data.conversations.law import Law
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
+SUPERVISION = ("loss", "train", "weight")
+"""Of a turn: 0 (or false) in one of them keeps it from being trained on."""
 
 
 @dataclass
@@ -26,8 +32,8 @@ class Conversation:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     category: str = "all"
-    temperature: float | None = None
-    """Temperature at which the verifier wrote the answers; None where it is not known."""
+    law: Law | None = None
+    """Under which the verifier wrote the answers; None where it is not known."""
     chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template was given when the answers were written; None: not recorded."""
 
@@ -37,8 +43,8 @@ class Conversation:
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"id": self.id, "category": self.category}
-        if self.temperature is not None:
-            row["temperature"] = self.temperature
+        if self.law is not None:
+            row |= self.law.to_json()
         if self.chat_template_kwargs:
             row["chat_template_kwargs"] = self.chat_template_kwargs
         if self.tools:
@@ -59,13 +65,8 @@ def parse(row: Any, where: str, default_id: str) -> Conversation:
     common: dict[str, Any] = {
         "id": str(row.get("id", row.get("question_id", default_id))),
         "category": str(row.get("category") or "all"),
-        "temperature": row.get("temperature"),
+        "law": laws.of_row(row, where),
     }
-    temperature = common["temperature"]
-    if temperature is not None and (
-        isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature < 0
-    ):
-        raise ValueError(f"{where}: temperature must be a number ≥ 0, got {temperature!r}")
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _json_field(tools, where, "tools")
@@ -111,19 +112,34 @@ def _message(message: Any, where: str, role_field: str, content_field: str) -> d
     if role == "function_call" and role_field == "from":  # ShareGPT: the assistant calls a tool
         call = _json_field(str(message.get(content_field)), where, "function_call")
         calls = [{"type": "function", "function": call}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        made = {"role": "assistant", "content": "", "tool_calls": calls}
+        return made | _mark(message, "assistant")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(
             f"{where}: unknown {role_field} {role!r}; known are {', '.join(sorted(ROLES))}"
         )
-    kept = {k: v for k, v in message.items() if k not in (role_field, content_field) and v}
+    ours = (role_field, content_field, *SUPERVISION)
+    kept = {k: v for k, v in message.items() if k not in ours and v}
     ids = kept.get("token_ids", [])
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"{where}: token_ids must be a list of token ids")
     content = message.get(content_field)
     if content is None and kept.get("tool_calls"):
         content = ""
-    return {"role": ROLES[role], "content": _content(content, where)} | kept
+    made = {"role": ROLES[role], "content": _content(content, where)} | kept
+    return made | _mark(message, ROLES[role])
+
+
+def _mark(message: dict[str, Any], role: str) -> dict[str, Any]:
+    """`context_only` for an assistant turn that is not to be trained on, however that is said."""
+    given = [message[name] for name in SUPERVISION if message.get(name) is not None]
+    if any(value not in (0, 1) for value in given):
+        warnings.warn(
+            f"a turn's {', '.join(SUPERVISION)} is read as 0 or 1, and anything but 0 as 1: a turn "
+            "is trained on or not",
+            stacklevel=2,
+        )
+    return {"context_only": True} if role == "assistant" and 0 in given else {}
 
 
 def _content(content: Any, where: str) -> str:

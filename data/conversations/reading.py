@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headstart.data.conversations import law
 from headstart.data.conversations.conversation import Conversation, parse
 from headstart.script import ROOT
 
@@ -92,13 +93,14 @@ class Reader:
     def _read_lines(self) -> Iterator[Conversation]:
         while self._file < len(self.files):
             file = self.files[self._file]
+            record = law.recorded(file)
             with file.open("rb") as lines:
                 lines.seek(self._offset)
                 for line in lines:
                     self._line, self._offset = self._line + 1, self._offset + len(line)
                     if line.strip():
                         self.number += 1
-                        yield _parse_line(line, file, self._line)
+                        yield _parse_line(line, file, self._line, record)
             self._file, self._line, self._offset = self._file + 1, 0, 0
 
     def _read_rows(self) -> Iterator[Conversation]:
@@ -137,7 +139,7 @@ def find(source: str) -> list[Path]:
     return files
 
 
-def _parse_line(line: bytes, file: Path, number: int) -> Conversation:
+def _parse_line(line: bytes, file: Path, number: int, record: dict[str, Any]) -> Conversation:
     where = f"{file}, line {number}"
     try:
         row = json.loads(line.decode("utf-8-sig"))  # some editors begin with a mark
@@ -147,7 +149,7 @@ def _parse_line(line: bytes, file: Path, number: int) -> Conversation:
         raise ValueError(
             f"{where}: broken JSON ({error.msg} at column {error.colno}); mend or remove the line"
         ) from error
-    return parse(row, where, default_id=f"{file.stem}-{number:06d}")
+    return parse(law.completed(row, record), where, default_id=f"{file.stem}-{number:06d}")
 
 
 def _data_set(source: str, split: str, files: list[Path]) -> Any:

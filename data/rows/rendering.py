@@ -97,9 +97,10 @@ def render(
             document.mask[:max_length],
             conversation.id + suffix,
             conversation.category,
-            conversation.temperature,
+            conversation.law,
             kwargs,
             turns=document.turns,
+            context_only=document.context_only,
             finished=sum(end <= max_length for end in document.finished),
             truncated=len(document.ids) > max_length,
         )
@@ -141,6 +142,7 @@ class _Document:
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     turns: int = 0
+    context_only: int = 0
     finished: list[int] = field(default_factory=list)  # where each finished turn ends
 
     def extend(self, ids: list[int], turn: int) -> None:
@@ -207,9 +209,11 @@ def _chat(
             document, turn = _Document(), 1
             documents.append(document)
         document.extend(prompt[len(document.ids) :], 0)
-        document.extend(answer, turn)
+        context_only = "context_only" in message
+        document.extend(answer, 0 if context_only else turn)
         document.turns += 1
-        if not cut:
+        document.context_only += context_only
+        if not cut and not context_only:
             document.finished.append(len(document.ids))
         last = index
     if not documents:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from headstart.data.conversations.law import Law
+
 
 @dataclass
 class Row:
@@ -15,13 +17,16 @@ class Row:
     """0, or the number of the assistant turn the token belongs to."""
     id: str
     category: str = "all"
-    temperature: float | None = None
-    """Temperature at which the verifier wrote the answers; None where it is not known."""
+    law: Law | None = None
+    """Under which the verifier wrote the answers; None where it is not known."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
     """Assistant turns, whole, cut or cut away."""
+    context_only: int = 0
+    """Those that their data says not to train on."""
     finished: int = 0
-    """Assistant turns that came to their end and were not cut: each should hold a terminator."""
+    """Of the others, those that came to their end and were not cut: each should hold a
+    terminator."""
     terminators: int = 0
     """Supervised terminators."""
     truncated: bool = False
@@ -47,8 +52,10 @@ class Audit:
     """Supervised terminators."""
     turns: int = 0
     """Assistant turns."""
+    context_only: int = 0
+    """Assistant turns not trained on, as the data says so."""
     finished: int = 0
-    """Assistant turns not cut, neither when they were written nor by `max_length`."""
+    """Of the others, those not cut, neither when they were written nor by `max_length`."""
     truncated: int = 0
     """Rows cut at `max_length`."""
     empty: int = 0
@@ -71,6 +78,7 @@ class Audit:
             self.supervised += sum(turn > 0 for turn in row.loss_mask)
             self.terminators += row.terminators
             self.turns += row.turns
+            self.context_only += row.context_only
             self.finished += row.finished
             self.truncated += row.truncated
             self.empty += row.empty
@@ -93,6 +101,8 @@ class Audit:
                 )
             elif self.turns == 0:
                 reason = "no row has an assistant turn; let data/regenerate.py answer the prompts"
+            elif self.turns == self.context_only:
+                reason = "every assistant turn says loss, train or weight 0: not to be trained on"
             elif self.truncated:
                 reason = f"the answers begin after max_length = {max_length}; raise it"
             else:
@@ -125,6 +135,7 @@ class Audit:
             (self.short, "rows left out as too short"),
             (self.long, "rows left out as too long"),
             (self.contaminated, "conversations left out as evaluation prompts"),
+            (self.context_only, "assistant turns not trained on, as the data says"),
         )
         found = ", ".join(f"{count} {what}" for count, what in counts if count)
         return f"\n{found}" if found else ""

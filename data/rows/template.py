@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.conversations.conversation import Conversation
 
-OUR_FIELDS = ("token_ids", "truncated")  # of a message; no business of the template's
+OUR_FIELDS = ("token_ids", "truncated", "context_only")
+"""Of a message; no business of the template's."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 UNSTABLE = (
     "the chat template rewrites earlier assistant turns (it may drop their reasoning): such "

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.data.answers.request_law import LeftOut, law_fields, refused_fields
 from headstart.models import loading
 from headstart.models.drafters.lookup import PromptLookupConfig
 from headstart.models.formats import imports, mtp_native
+from headstart.models.proposal.sampling import Sampling
 from headstart.models.saved import kind_in, read_config
 from headstart.models.verifier import embedded
 from headstart.models.verifier.adapter import check_merged
@@ -336,22 +338,36 @@ def complete(server: str, model: str, prompt: list[int], max_new_tokens: int) ->
         "model": model,
         "prompt": prompt,
         "max_tokens": max_new_tokens,
-        "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
-    }
-    body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server}/v1/completions", body, kind)
+    } | law_fields(Sampling())
+    left_out, refused = LeftOut(server), set[str]()
+    while True:
+        body = left_out.of(asked, refused)
+        try:
+            reply = _streamed(server, body)
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace")
+            named = refused_fields(error.code, told, body)
+            if not named:
+                raise ValueError(f"server {server!r} did not complete a prompt: {told}") from error
+            refused |= named
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"server {server!r} did not complete a prompt: {error}") from error
+        else:
+            left_out.settle(refused)
+            return reply
+
+
+def _streamed(server: str, body: dict[str, Any]) -> Reply:
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server}/v1/completions", json.dumps(body).encode(), kind)
     steps, began = [], time.monotonic()
-    try:
-        with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
-            for line in answer:
-                data = line.decode().removeprefix("data: ").strip()
-                if data and data != "[DONE]":
-                    tokens = json.loads(data)["choices"][0]["token_ids"]
-                    steps += [tokens] if tokens else []
-    except (OSError, urllib.error.URLError, LookupError, TypeError, ValueError) as error:
-        told = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
-        raise ValueError(f"server {server!r} did not complete a prompt: {told}") from error
+    with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
+        for line in answer:
+            data = line.decode().removeprefix("data: ").strip()
+            if data and data != "[DONE]":
+                tokens = json.loads(data)["choices"][0]["token_ids"]
+                steps += [tokens] if tokens else []
     return Reply(steps, time.monotonic() - began)

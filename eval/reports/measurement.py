@@ -15,7 +15,7 @@ class RunSettings:
     """One law of decoding to measure under."""
 
     data: str = "data/smollm2/eval.jsonl"
-    """Conversations whose answers the verifier wrote at this run's temperature."""
+    """Conversations whose answers the verifier wrote under this run's law."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

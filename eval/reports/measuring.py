@@ -4,6 +4,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headstart.data.conversations.law import Law
+from headstart.data.conversations.law import check as check_law
 from headstart.data.rows import rendering
 from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
@@ -56,20 +58,25 @@ def read_rows(verifier: Verifier, run: RunSettings, settings: Measurement) -> li
     """The run's conversations, rendered.
 
     Raises:
-        ValueError: data that cannot be read, or answers written at another temperature.
+        ValueError: data that cannot be read, or answers written under another law.
     """
     name = f"runs[{settings.runs.index(run)}]"
     with named(f"{name}.data"):
         rows, _ = rendering.render_all(
             run.data, verifier.tokenizer, verifier.terminator_ids, settings.max_length
         )
-    for row in rows:
-        if row.temperature is not None and row.temperature != run.temperature:
-            raise ValueError(
-                f"{name}.data: {run.data}: {row.id} was answered at temperature {row.temperature}, "
-                f"the run has {run.temperature}; replay needs answers written at its own "
-                "temperature"
-            )
+    law = Law(run.temperature, run.top_k, run.top_p)
+
+    def way_out(other: Law) -> str:
+        asked = " ".join(f"--{option} {value:g}" for option, value in law.on().items())
+        anew = f"write answers anew with data/regenerate.py {asked}"
+        if not set(other.on()) <= {"temperature", "top_k", "top_p"}:  # nothing here decodes so
+            return anew
+        its = ", ".join(f"{option}: {value:g}" for option, value in other.on().items())
+        return f"replay needs answers of its own law; give {name} theirs, {{{its}}}, or {anew}"
+
+    with named(f"{name}.data {run.data!r}"):
+        check_law(rows, law, way_out)
     return rows
 
 

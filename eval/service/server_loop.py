@@ -13,12 +13,14 @@ from typing import Any
 
 import httpx2
 
+from headstart.data.answers.request_law import LeftOut, law_fields, refused_fields
 from headstart.eval.engines import metrics
 from headstart.eval.measures.counts import Counts
 from headstart.eval.service.latency import Answer, full_tokens, full_until, full_waits
 from headstart.eval.service.sweep import OFF, Cell, Measure, Trial
 from headstart.eval.service.workload import Prompt, Workload, batch
 from headstart.models.proposal import trees
+from headstart.models.proposal.sampling import Sampling
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
 
@@ -34,7 +36,8 @@ class Server:
     model: str | None = None
     """Default: the first that the server names."""
     body: dict[str, Any] = field(default_factory=dict)
-    """Goes into each request, such as {ignore_eos: true}, or a switch of drafting."""
+    """Goes into each request, such as {ignore_eos: true}, or a switch of drafting; what it says of
+    the law counts."""
 
     def __post_init__(self) -> None:
         if self.drafts != OFF:
@@ -134,6 +137,7 @@ def servers_loop(
     """
     by_drafts = {server.drafts: server for server in servers}
     models = {server.drafts: server.model or first_model(server) for server in servers}
+    left_out = {server.drafts: LeftOut(server.url) for server in servers}
 
     def measure(cell: Cell, number: int) -> Trial:
         workload, prompts = workloads[cell.workload]
@@ -144,11 +148,11 @@ def servers_loop(
                 "model": models[cell.drafts],
                 "messages": prompt.messages,
                 "max_tokens": workload.max_new_tokens,
-                "temperature": cell.temperature,
                 "seed": seed + number * len(chosen) + i,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
+            | law_fields(Sampling(cell.temperature))
             | ({"tools": prompt.tools} if prompt.tools else {})
             | (
                 {"chat_template_kwargs": prompt.chat_template_kwargs}
@@ -161,7 +165,9 @@ def servers_loop(
         before = draft_counters(server)
         began = Answer.now()
         try:
-            answers = asyncio.run(ask_all(server, requests, cell.concurrency))
+            answers = asyncio.run(
+                ask_all(server, requests, cell.concurrency, left_out[cell.drafts])
+            )
         except httpx2.TransportError as error:
             raise _unreachable(server, error) from error
         seconds = Answer.now() - began
@@ -199,7 +205,7 @@ def trial_of(
 
 
 async def ask_all(
-    server: Server, requests: Sequence[dict[str, Any]], concurrency: int
+    server: Server, requests: Sequence[dict[str, Any]], concurrency: int, left_out: LeftOut
 ) -> list[Answer]:
     """Answers in the order of their ends; `concurrency` slots take the requests in turn."""
     waiting = iter(requests)
@@ -208,22 +214,41 @@ async def ask_all(
 
     async def slot(client: httpx2.AsyncClient) -> None:
         for request in waiting:
-            answers.append(await ask(client, server, request))
+            answers.append(await ask(client, server, request, left_out))
 
     async with httpx2.AsyncClient(headers=headers(), timeout=_TIMEOUT, limits=unlimited) as client:
         await asyncio.gather(*(slot(client) for _ in range(concurrency)))
     return answers
 
 
-async def ask(client: httpx2.AsyncClient, server: Server, request: dict[str, Any]) -> Answer:
-    """One streamed answer."""
+async def ask(
+    client: httpx2.AsyncClient, server: Server, request: dict[str, Any], left_out: LeftOut
+) -> Answer:
+    """One streamed answer, without the fields of the law that the server refuses."""
+    refused = set[str]()
+    while True:
+        body = left_out.of(request, refused)
+        found = await _streamed(client, server, body)
+        if isinstance(found, Answer):
+            left_out.settle(refused)
+            return found
+        refused |= found
+
+
+async def _streamed(
+    client: httpx2.AsyncClient, server: Server, body: dict[str, Any]
+) -> Answer | set[str]:
+    """The answer, or the fields that it is refused for."""
     begun = Answer.now()
     arrivals: list[float] = []
     tokens = 0
     url = f"{server.url}/chat/completions"
-    async with client.stream("POST", url, json=request) as response:
+    async with client.stream("POST", url, json=body) as response:
         if response.status_code != 200:
             await response.aread()
+            named = refused_fields(response.status_code, response.text, body)
+            if named:
+                return named
             raise _refused(server, response.status_code, response.text)
         async for line in response.aiter_lines():
             if not line.startswith("data:") or line.strip() == "data: [DONE]":

@@ -10,6 +10,7 @@ from headstart.data import regenerate
 from headstart.data.answers.decoding import generate, user_prefix
 from headstart.data.conversations import reading
 from headstart.data.conversations.conversation import Conversation
+from headstart.data.conversations.law import Law
 from headstart.data.regenerate import Regenerate, run
 from headstart.data.rows.rendering import render
 from headstart.data.rows.template import template_ids
@@ -67,7 +68,7 @@ def test_greedy_answers_are_the_verifiers_own_step_by_step(tmp_path, prompts):
     assert list(made) == [f"p{n}" for n in range(11)], "in the order of the prompts"
     finished = 0
     for conversation in made.values():
-        assert conversation.temperature == 0.0
+        assert conversation.law == Law(0.0)
         assert conversation.category == "chat"
         for index, message in enumerate(conversation.messages):
             if message["role"] != "assistant":

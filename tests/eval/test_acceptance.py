@@ -456,7 +456,12 @@ def test_bad_input_is_refused_in_one_line(case, workplace, monkeypatch, capsys):
             {"typical_delta": 0.5},
             "error: runs[0]: typical_delta 0.5 is not used by acceptance exact; leave it out or",
         ),
-        ({"temperature": 1}, "was answered at temperature 0.0, the run has 1.0"),
+        (
+            {"temperature": 1},
+            "was answered at temperature 0, not at temperature 1: replay needs answers of its own "
+            "law; give runs[0] theirs, {temperature: 0}, or write answers anew with "
+            "data/regenerate.py --temperature 1",
+        ),
     ],
 )
 def test_a_law_that_cannot_be_measured_is_refused(change, message, workplace, monkeypatch, capsys):

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from headstart.data.conversations import reading
+from headstart.data.conversations.law import Law
+from headstart.data.conversations.law import check as check_law
 from headstart.data.conversations.mixture import Mixture
 from headstart.data.rows.collate import Loader
 from headstart.data.rows.rendering import render_all
@@ -38,6 +40,10 @@ from headstart.train.run.start import first_drafter
 
 STREAMED_FIRST = 4096
 """Conversations whose tokens choose the draft vocabulary, where not all can be counted."""
+_WAY_OUT = (
+    "validation replays greedy answers; write them anew with data/regenerate.py at temperature 0, "
+    "or pass --data.eval null"
+)
 
 
 @dataclass
@@ -74,7 +80,8 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     """Render both data sets and print the audit.
 
     Raises:
-        ValueError: no such data, or nothing in it to learn from.
+        ValueError: no such data, nothing in it to learn from, or evaluation answers that are not
+            greedy.
     """
     arguments = (
         verifier.tokenizer,
@@ -82,6 +89,9 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
         config.max_length,
         config.chat_template_kwargs,
     )
+    if config.eval is not None:
+        with named(f"data.eval {config.eval!r}"):
+            check_law(reading.read(config.eval), Law(0.0), lambda law: _WAY_OUT)
     eval_rows: list[Row] = []
     selection = Selection(*arguments, config.min_tokens, config.longer)
     if config.eval in config.weights:

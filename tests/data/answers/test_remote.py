@@ -17,6 +17,7 @@ from stub_remote import END, TOKENIZER, Stub
 from headstart.data.answers import remote
 from headstart.data.conversations import reading
 from headstart.data.conversations.conversation import Conversation
+from headstart.data.conversations.law import Law
 from headstart.data.regenerate import Regenerate, run
 from headstart.data.rows.rendering import render
 from headstart.data.rows.template import template_ids
@@ -157,7 +158,7 @@ def test_temperature_and_thinking_mode_are_asked_for_and_recorded(
     thinking = {"enable_thinking": False}
     run(settings(tmp_path, verifier, stub, chat_template_kwargs=thinking, **fields))
     stub.kill()
-    assert all(c.temperature == 0.7 for c in answered(tmp_path))
+    assert all(c.law == Law(0.7, top_k=5, top_p=0.9) for c in answered(tmp_path))
     assert all(c.chat_template_kwargs == thinking for c in answered(tmp_path))
     for body in stub.bodies:
         assert body["chat_template_kwargs"] == thinking

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headstart.data.conversations.conversation import Conversation, parse
+from headstart.data.conversations.law import Law
 from headstart.data.conversations.reading import Reader, read
 
 
@@ -101,7 +102,7 @@ def test_a_conversation_survives_writing_and_reading():
         ],
         tools=[{"name": "t"}],
         category="chat",
-        temperature=0.0,
+        law=Law(0.7, top_k=3, min_p=0.1, left_to_server=("presence_penalty",)),
         chat_template_kwargs={"enable_thinking": False},
     )
     assert one(json.loads(json.dumps(conversation.to_json()))) == conversation
