@@ -477,6 +477,23 @@ def test_no_more_of_the_evaluation_is_rendered_than_replayed(
     assert "eval.jsonl: 3 conversations, 3 rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_answers_that_are_not_greedy_do_not_validate(
+    tmp_path: Path, verifier: str, trained_on: bool
+) -> None:
+    """Though they may be trained on."""
+    config = recipe(tmp_path, verifier).data
+    lines = Path(config.eval).read_text().splitlines()
+    rows = [json.loads(line) | {"temperature": 1.0, "top_k": 3} for line in lines]
+    Path(config.eval).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.train = config.eval if trained_on else config.train
+    given = config, Verifier.load(verifier), Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"data\.eval .*2-0 was answered at .*--data\.eval null"):
+        prepare.render_data(*given)
+    config.train, config.eval = config.eval, None
+    assert len(prepare.render_data(*given).train) == 5
+
+
 @pytest.mark.parametrize(
     "first, second", [(None, JointConfig(rank=2)), (JointConfig(rank=2), None)]
 )

@@ -469,6 +469,35 @@ def test_a_law_that_cannot_be_measured_is_refused(change, message, workplace, mo
     assert message in error_of(workplace, monkeypatch, capsys, f"--runs={json.dumps(runs)}")
 
 
+@pytest.mark.parametrize(
+    "law, way_out",
+    [
+        ({"top_k": 3}, "give runs[0] theirs, {temperature: 1, top_k: 3}, or write"),
+        ({"top_p": 0.9}, "give runs[0] theirs, {temperature: 1, top_p: 0.9}, or write"),
+        ({"min_p": 0.1}, "not at temperature 1: write answers anew with data/regenerate.py"),
+        ({"top_k": None, "top_p": None, "temperature": None}, None),
+    ],
+)
+def test_answers_of_another_law_are_not_replayed(
+    law, way_out, workplace, tmp_path, monkeypatch, capsys
+):
+    """Whatever shaped them; of an unknown law they are taken as they are."""
+    lines = (workplace / "t1.jsonl").read_text().splitlines()
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps(json.loads(line) | law) + "\n" for line in lines))
+    run = {"data": str(answers), "temperature": 1, "drafting": "sampled"}
+    if way_out is not None:
+        said = error_of(workplace, monkeypatch, capsys, f"--runs={json.dumps([run])}")
+        assert f"runs[0].data {str(answers)!r}: chat-0 was answered at temperature 1" in said
+        assert way_out in said
+    own = run | {k: v for k, v in law.items() if v is not None}
+    if "min_p" in law:
+        return
+    settings = run_settings(workplace, runs=[RunSettings(**own)])
+    verifier = Verifier.load(str(workplace / "verifier"))
+    assert len(measuring.read_rows(verifier, settings.runs[0], settings)) == 9
+
+
 def test_another_verifier_is_refused_by_name(workplace, tmp_path, monkeypatch, capsys):
     other = tiny_verifier(seed=1)
     save_verifier(other, tmp_path)

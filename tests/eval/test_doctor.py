@@ -182,6 +182,17 @@ def test_what_was_trained_away_from_its_record_is_seen_without_a_name(place, ver
     assert defect.check == "acceptance" and "go back to the run's checkpoint" in defect.mend
 
 
+def test_validation_s_answers_must_be_greedy_and_others_are_written_anew(place, verifier, tmp_path):
+    drafter = copied(place, tmp_path / "drafter")
+    recipe = Path(drafter) / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("t0.jsonl", "t1.jsonl"))
+    assert "t1.jsonl" in recipe.read_text()
+    said = r"data\.eval .*t1\.jsonl' of its recipe: chat-0 was answered at temperature 1, not at .*"
+    with pytest.raises(ValueError, match=said + "pass --prompts FILE"):
+        examined(place, drafter, verifier)
+    assert examined(place, drafter, verifier, recorded=False).findings == []
+
+
 # ---- the folder alone --------------------------------------------------------------------------
 
 
