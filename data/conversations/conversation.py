@@ -4,6 +4,8 @@
 - `conversations`: [{"from", "value"}, …] as in ShareGPT's files
 - `text`: plain text without turns, for base models
 - `prompt` (a string) or `turns` (strings): user turns that still want an answer
+
+Beside them, the law of the answers (see `law.py`) and, in a turn, whether it is trained on.
 """
 
 import json
