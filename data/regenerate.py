@@ -6,8 +6,8 @@
 A drafter is trained on what its verifier really writes. Every assistant turn of the prompts is
 written anew, after the same earlier turns, and stored as text and as the token ids themselves
 (text does not always encode back to the ids that made it), with the law they were drawn from:
-temperature, top_k, top_p. `--self-prompt N` needs no prompts: an
-instruct model, given only its template's user prefix, writes N user turns first.
+temperature, top_k, top_p. `--self-prompt N` needs no prompts: an instruct model, given only its
+template's user prefix, writes N user turns first.
 
 A stopped run is continued by the same command: answered prompts are kept, and no answer is ever
 removed; a prompt whose turns have changed is answered anew. An answer depends on (seed, prompt)

@@ -67,7 +67,7 @@ class LeftOut:
             warnings.warn(
                 f"server {self.server} refuses {', '.join(new)}: left out of its requests, so its "
                 "own default rules, which need not be the law that was asked for",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     @property

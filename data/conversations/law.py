@@ -62,11 +62,13 @@ class Written(Protocol):
 
 
 def of_row(row: dict[str, Any], where: str) -> Law | None:
-    """The law of a row's answers; None: unknown.
+    """The law of a row's answers; None: unknown, as its temperature is.
 
     Raises:
         ValueError: a number that is none, or a temperature below 0.
     """
+    if row.get("temperature") is None:
+        return None
     found = {}
     for field in fields(Law)[:-1]:
         value = row.get(field.name)
@@ -76,10 +78,8 @@ def of_row(row: dict[str, Any], where: str) -> Law | None:
         if not number or not math.isfinite(value):
             raise ValueError(f"{where}: {field.name} must be a number, got {value!r}")
         found[field.name] = value
-    if found.get("temperature", 0) < 0:
+    if found["temperature"] < 0:
         raise ValueError(f"{where}: temperature must be a number ≥ 0, got {found['temperature']}")
-    if "temperature" not in found:
-        return None
     found["top_k"] = max(0, found.get("top_k", 0))  # engines write -1 where it is off
     left = row.get("left_to_server") or ()
     return Law(**found, left_to_server=tuple(map(str, left)))

@@ -37,15 +37,17 @@ def test_a_temperature_alone_means_that_nothing_else_was_on() -> None:
 
 def test_without_a_temperature_the_law_is_unknown() -> None:
     assert of({}) is None
-    assert of({"temperature": None, "top_k": 3}) is None
+    assert of({"temperature": None, "top_k": "three"}) is None
 
 
 @pytest.mark.parametrize(
-    "row", [{"top_p": "0.9"}, {"temperature": 1, "top_k": True}, {"min_p": float("nan")}]
+    "row", [{"temperature": "1"}, {"top_p": "0.9"}, {"top_k": True}, {"min_p": float("nan")}]
 )
 def test_a_law_that_is_no_number_is_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"here: (top_p|top_k|min_p) must be a number, got"):
-        of(row)
+    with pytest.raises(
+        ValueError, match=r"here: (temperature|top_p|top_k|min_p) must be a number, got"
+    ):
+        of({"temperature": 1} | row)
 
 
 def laws_in(folder: Path, rows: list[dict[str, Any]], record: Any) -> list[Law | None]:
