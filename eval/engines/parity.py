@@ -1,4 +1,6 @@
-"""The same prompts through a running vLLM and through our own chain loop, side by side.
+"""What a running vLLM answered, held against what our own chain loop does with the same prompts.
+
+eval/engine.py asks it (server.py has the request); here nothing is asked.
 
 Greedy, float32, answers of a fixed length (terminators are written over), one prompt at a time. The
 texts must be equal, and so must the drafts accepted at each position. Where they are not, every one
