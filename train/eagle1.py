@@ -1,4 +1,4 @@
-"""Train an EAGLE-1 drafter, which with a dynamic tree is EAGLE-2, and with several steps HASS.
+"""Train an EAGLE-1 drafter, which with a dynamic tree is EAGLE-2.
 
     accelerate launch train/eagle1.py --config recipes/eagle1/tiny.yaml
     accelerate launch -m headstart.train.eagle1 --config recipes/eagle1/tiny.yaml

@@ -4,9 +4,11 @@ f̂_{t+1} = Layer(W [E(x_{t+1}); f_t]), where f_t is the verifier's last hidden 
 the first step and the drafter's own output after. Logits are the verifier's own head of f̂, frozen.
 Trained to be near h_{t+1} (smooth L1) and to give its tokens (a tenth of the cross entropy).
 
-EAGLE-2 (arXiv 2406.16858) is the same weights with a dynamic tree; several unrolled steps, each fed
-the output before, are HASS (Zhang et al. 2024, arXiv 2408.15766). Modules are named as vLLM loads
-them: its layer has no input norm, and there is no norm before the head.
+EAGLE-2 (arXiv 2406.16858) is the same weights with a dynamic tree. Several unrolled steps, each fed
+the output before, align training with drafting as HASS does (Zhang et al. 2024, arXiv 2408.15766);
+HASS itself also distils the verifier's top tokens and cuts the gradient between steps, which is not
+built here. Modules are named as vLLM loads them: its layer has no input norm, and there is no norm
+before the head.
 
 Legend: B rows, T slots, n new slots, H verifier's hidden size, V its vocabulary.
 """
