@@ -2,7 +2,8 @@
 
 At step s slot t reads a hidden state and E(x_{t+1+s}): the verifier's features at s = 0, its own
 output of step s - 1 after (training-time test, as in EAGLE-3). The query of slot t sees the step-0
-keys of slots ≤ t and its own slot's keys of steps 1 … s, which is what serving sees: verified slots come from the verifier's features, drafts from the drafter's own.
+keys of slots ≤ t and its own slot's keys of steps 1 … s, which is what serving sees: verified slots
+come from the verifier's features, drafts from the drafter's own.
 
 Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers, D head size, V'
 draft vocabulary.
