@@ -30,11 +30,11 @@ from headstart.data.rows import rendering
 from headstart.data.rows.row import Audit, Row
 from headstart.data.states.featurize import Featurizer
 from headstart.eval.health import checks, probe
-from headstart.eval.health.checks import CHECKS, Finding, Patient
+from headstart.eval.health.patient import CHECKS, Finding, Patient
 from headstart.eval.measures.counts import summarise
 from headstart.eval.measures.replay import replay_rows
 from headstart.models import saved
-from headstart.models.drafters.eagle3 import check_layers
+from headstart.models.drafters.eagle3 import LAYERS, check_layers, with_layer_ids
 from headstart.models.formats import imports, layouts
 from headstart.models.joint.lora import tune
 from headstart.models.loading import CLASSES, tunes_verifier
@@ -139,10 +139,8 @@ def as_engines_read(config: dict[str, Any], kind: str, verifier: Verifier) -> di
         return read
     flags = ("norm_before_residual", "norm_output", "fc_norm")
     read = dict.fromkeys(flags, False) | {"draft_vocab_size": config["vocab_size"]} | read
-    if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
-        usual = list(check_layers(None, verifier.num_layers))
-        read["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": usual}
-    return read
+    ids = config.get(LAYERS) or (config.get("eagle_config") or {}).get(LAYERS)
+    return with_layer_ids(read, ids or list(check_layers(None, verifier.num_layers)))
 
 
 def history(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headstart.models.drafter import Drafter
 from headstart.models.drafters.draft_lm import DraftLM
 from headstart.models.drafters.eagle1 import Eagle1
-from headstart.models.drafters.eagle3 import Eagle3, check_layers
+from headstart.models.drafters.eagle3 import LAYERS, Eagle3, check_layers
 from headstart.models.drafters.medusa import Medusa
 from headstart.models.drafters.mtp import MTP
 from headstart.models.formats import gguf_file, layouts, mimo_folder
@@ -167,7 +167,7 @@ def _speculators_config(
         "norm_before_fc": False,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
+        LAYERS: list(drafter.feature_layers),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }
@@ -182,7 +182,7 @@ def _sglang_config(drafter: Eagle3) -> dict[str, Any]:
         )
     ids = [layer - 1 for layer in drafter.feature_layers]
     return _flat_config(drafter) | {
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+        "eagle_config": {LAYERS: ids, "use_aux_hidden_state": True},
         "layer_ids_of": SGLANG_IDS,  # they count from the first layer's output
         "target_model_type": drafter.verifier.config.model_type,
     }

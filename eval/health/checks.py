@@ -6,12 +6,13 @@ Legend: V and V' verifier's and draft vocabulary, L feature layers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.eval.health import layers
+from headstart.eval.health.patient import Finding, Patient
 from headstart.models.formats import layouts
 from headstart.models.formats.imports import is_map
 from headstart.models.parts.feature_drafter import llama_config
@@ -20,51 +21,11 @@ from headstart.models.verifier.verifier import Verifier, end_of_turn_ids
 _SHOWN = 4  # names listed of many
 
 
-class Finding(NamedTuple):
-    """Something about a drafter that its user should know."""
-
-    severity: Literal["defect", "note"]
-    check: str
-    """One of `CHECKS`."""
-    what: str
-    effect: str
-    """What it does to acceptance."""
-    mend: str
-
-
-@dataclass
-class Patient:
-    """A drafter's folder, as an engine reads it, whole or not."""
-
-    folder: str
-    kind: str
-    config: dict[str, Any]
-    """In the keys that headstart writes."""
-    tensors: dict[str, Tensor]
-    """In the names that headstart writes."""
-    ours: bool
-    """Whether headstart saved it."""
-    recorded: dict[str, Any] | None = None
-    """The measures of its last validation in training, if they lie beside it."""
-    data: dict[str, Any] | None = None
-    """The settings of data that it was trained with; of use with `recorded` only."""
-    written: dict[str, Any] = field(default_factory=dict)
-    """The config as it lies in the folder."""
-    trained_layers: list[int] | None = None
-    """Of EAGLE-3: the layer ids of the recipe beside it, if there is one."""
-
-
-CHECKS = (
-    "fingerprint", "tensors", "never trained", "layer ids", "norms", "norm_before_residual",
-    "rope", "embed_tokens", "vocabulary map", "terminators", "template", "mask", "acceptance",
-)  # fmt: skip
-
-
 def examine(patient: Patient, verifier: Verifier) -> list[Finding]:
     """Every finding of the folder alone."""
     found = [*fingerprint(patient, verifier), *tensors(patient), *untrained(patient)]
     if patient.kind == "eagle3":
-        found += [*layer_ids(patient, verifier), *vocabulary_map(patient)]
+        found += [*layers.layer_ids(patient, verifier), *vocabulary_map(patient)]
         found += [*residual(patient)]
     if patient.kind in ("eagle3", "eagle1"):
         found += [*rope(patient, verifier), *embeddings(patient, verifier)]
@@ -177,47 +138,6 @@ def untrained(patient: Patient) -> Iterator[Finding]:
 
 
 # ---- settings ----------------------------------------------------------------------------------
-
-
-def layer_ids(patient: Patient, verifier: Verifier) -> Iterator[Finding]:
-    """As many as fc reads, in range, ascending; counted as vLLM counts."""
-    ids, layers = layouts.layer_ids(patient.config), verifier.num_layers
-    mend = "write the ids of training to eagle_config in config.json, ascending"
-    if not all(1 <= layer <= layers for layer in ids) or ids != sorted(set(ids)):
-        yield Finding(
-            "defect", "layer ids", f"{ids} are not distinct, ascending ids in 1 … {layers}",
-            "vLLM sorts them and drops what is twice there, so fc reads other features than it "
-            "learned from",
-            mend,
-        )  # fmt: skip
-    count = patient.config.get("num_aux_hidden_states", len(ids))
-    fc = patient.tensors.get("fc.weight")
-    columns = count if fc is None else fc.shape[1] // verifier.hidden_size
-    if not len(ids) == count == columns:
-        yield Finding(
-            "defect", "layer ids",
-            f"{len(ids)} ids, num_aux_hidden_states {count}, and fc reads {columns} features",
-            "engines refuse the folder", mend,
-        )  # fmt: skip
-    if patient.trained_layers not in (None, ids):
-        yield Finding(
-            "defect", "layer ids",
-            f"layer ids are {ids}, but by its recipe.yaml it was trained on "
-            f"{patient.trained_layers}",
-            "fc reads other features than it learned from: poor in a model of few layers, hardly "
-            "seen where neighbouring layers are alike",
-            f"write {patient.trained_layers} to eagle_config in config.json",
-        )  # fmt: skip
-    nested = patient.written.get("eagle_config") or {}
-    as_written = patient.written.get(
-        "eagle_aux_hidden_state_layer_ids", nested.get("eagle_aux_hidden_state_layer_ids", ids)
-    )
-    if as_written is not None and as_written != ids:
-        yield Finding(
-            "note", "layer ids", f"{as_written} are the ids as SGLang counts them, {ids} here",
-            "right in SGLang; vLLM takes them as they are, one layer too low",
-            "for vLLM, train on from it or save it with headstart: its ids are vLLM's",
-        )  # fmt: skip
 
 
 def residual(patient: Patient) -> Iterator[Finding]:

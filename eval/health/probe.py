@@ -19,10 +19,11 @@ from torch import Tensor
 from headstart.data.rows.collate import collate
 from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
-from headstart.eval.health.checks import Finding, Patient
+from headstart.eval.health.patient import Finding, Patient
 from headstart.eval.measures.replay import acceptance_table
 from headstart.models.batch import supervised
 from headstart.models.drafter import TrainableDrafter
+from headstart.models.drafters.eagle3 import layer_ids, with_layer_ids
 from headstart.models.formats import layouts
 from headstart.models.formats.imports import is_map, members
 from headstart.models.loading import CLASSES
@@ -177,17 +178,16 @@ def batch_of(rows: list[Row]) -> dict[str, Tensor]:
 
 
 def _layers(patient: Patient, verifier: Verifier) -> Iterator[Reading]:
-    ids = layouts.layer_ids(patient.config)
+    ids = layer_ids(patient.config)
     for step in (1, -1):
         shifted = [layer + step for layer in ids]
         if all(1 <= layer <= verifier.num_layers for layer in shifted):
-            nested = patient.config["eagle_config"] | {"eagle_aux_hidden_state_layer_ids": shifted}
             yield Reading(
                 "layer ids",
                 f"layer ids are {ids}, but it was trained on {shifted}: one "
                 f"{'higher' if step > 0 else 'lower'}",
-                f"write {shifted} to eagle_config in config.json",
-                replace(patient, config=patient.config | {"eagle_config": nested}),
+                f"write {shifted} to config.json, at its top level and in eagle_config",
+                replace(patient, config=with_layer_ids(patient.config, shifted)),
             )
 
 

@@ -8,8 +8,10 @@ Legend: B rows, T slots, n new slots, H verifier's hidden size, L feature layers
 verifier's and draft vocabulary.
 """
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from headstart.models.saved import (
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass
@@ -93,6 +97,32 @@ def check_layers(
     return layers
 
 
+def layer_ids(config: dict[str, Any]) -> list[int]:
+    """Of a config.json: layers whose residual stream is fused, as vLLM reads them: those of the top
+    level, else those of eagle_config.
+
+    Raises:
+        KeyError: neither says.
+        ValueError: they differ.
+    """
+    outer, inner = config.get(LAYERS), (config.get("eagle_config") or {}).get(LAYERS)
+    if outer and inner and outer != inner:
+        raise ValueError(
+            f"{LAYERS} is {outer} at the top level and {inner} in eagle_config; write those of "
+            "training to both"
+        )
+    if not (outer or inner):
+        raise KeyError(LAYERS)
+    return outer or inner
+
+
+def with_layer_ids(config: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """The config with these ids in both places: vLLM's newer GPU runner looks at the top level
+    alone, and other programs in eagle_config."""
+    nested = (config.get("eagle_config") or {}) | {LAYERS: ids, "use_aux_hidden_state": True}
+    return config | {LAYERS: ids, "eagle_config": nested}
+
+
 class Layer(DraftLayer):
     """Decoder layer: attention on [norm(E(x)); norm(f)], residual f, or norm(f) where the config
     has `norm_before_residual`."""
@@ -126,7 +156,7 @@ class Eagle3(FeatureDrafter):
         own_embeddings: bool = False,
     ):
         super().__init__(config, verifier, loss, own_embeddings)
-        self.feature_layers = tuple(config.eagle_config["eagle_aux_hidden_state_layer_ids"])
+        self.feature_layers = tuple(getattr(config, LAYERS))
         width, count = config.hidden_size, len(self.feature_layers)
         self.fc = nn.Linear(count * width, width, bias=False)
         self.fc_norm = (
@@ -229,9 +259,16 @@ class Eagle3(FeatureDrafter):
         """
         tensors = tensors_for(folder, config, verifier, tensors)
         with named(f"drafter {str(folder)!r}: config.json"):
-            check_layers(
-                config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], verifier.num_layers
+            layers = layer_ids(config)
+            check_layers(layers, verifier.num_layers)
+        if not config.get(LAYERS):
+            warnings.warn(
+                f"drafter {str(folder)!r}: {LAYERS} is in eagle_config alone, and vLLM on GPUs "
+                "looks for it at the top level of config.json: there it drafts from its default "
+                f"layers. Saved again it has both; or write {layers} there",
+                stacklevel=2,
             )
+        config = with_layer_ids(config, layers)
         draft_ids = None
         if "d2t" in tensors:
             draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -252,10 +289,7 @@ def draft_config(
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=draft_vocab_size,
         num_aux_hidden_states=len(layers),
-        eagle_config={
-            "eagle_aux_hidden_state_layer_ids": list(layers),
-            "use_aux_hidden_state": True,
-        },
+        **with_layer_ids({}, list(layers)),
         target_hidden_size=verifier.hidden_size,
         norm_before_residual=False,
         norm_output=config.norm_output,

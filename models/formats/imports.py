@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from headstart.models import vocab
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
-from headstart.models.drafters.eagle3 import Eagle3, check_layers
+from headstart.models.drafters.eagle3 import LAYERS, Eagle3, check_layers, with_layer_ids
 from headstart.models.drafters.medusa import Medusa, MedusaLayout
 from headstart.models.formats import layouts
 from headstart.models.losses import LossConfig
@@ -206,9 +206,7 @@ def _eagle3_config(
             f"drafter {str(folder)!r}: norm_before_residual is missing from its config.json, and "
             "programs differ in what they take then; write true or false there"
         )
-    nested = found.get("eagle_config") or {}
-    ids = found.get("eagle_aux_hidden_state_layer_ids")
-    ids = ids or nested.get("eagle_aux_hidden_state_layer_ids")
+    ids = found.get(LAYERS) or (found.get("eagle_config") or {}).get(LAYERS)
     layers = check_layers(_as_ours(ids, found, num_layers), num_layers)
     size = found.get("draft_vocab_size") or layer.get("draft_vocab_size") or layer["vocab_size"]
     if size == layer["vocab_size"]:
@@ -224,10 +222,7 @@ def _eagle3_config(
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=size,
         num_aux_hidden_states=len(layers),
-        eagle_config={
-            "eagle_aux_hidden_state_layer_ids": list(layers),
-            "use_aux_hidden_state": True,
-        },
+        **with_layer_ids({}, list(layers)),
         target_hidden_size=found.get("target_hidden_size") or layer["hidden_size"],
         norm_before_residual=bool(found.get("norm_before_residual")),
         norm_output=bool(found.get("norm_output")),

@@ -10,6 +10,8 @@ vocabulary, L feature layers, q and kv width of queries and of keys.
 import re
 from typing import Any
 
+from headstart.models.drafters.eagle3 import layer_ids
+
 Shapes = dict[str, tuple[int, ...]]
 
 LLAMA_FIELDS = (
@@ -60,11 +62,6 @@ def optional(kind: str, config: dict[str, Any]) -> Shapes:
     if kind == "eagle3" and config["draft_vocab_size"] != config["vocab_size"]:
         shapes["t2d"] = (config["vocab_size"],)
     return shapes
-
-
-def layer_ids(config: dict[str, Any]) -> list[int]:
-    """Of an EAGLE-3 config: layers whose residual stream is fused, as vLLM reads them."""
-    return config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 
 def _layer(prefix: str, config: dict[str, Any], inputs: int) -> Shapes:

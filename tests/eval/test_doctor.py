@@ -28,7 +28,7 @@ from headstart.eval import doctor
 from headstart.eval.doctor import Diagnosis, Doctor
 from headstart.eval.health import checks, probe
 from headstart.models import export
-from headstart.models.drafters.eagle3 import Eagle3Config
+from headstart.models.drafters.eagle3 import Eagle3Config, with_layer_ids
 from headstart.models.loading import load
 from headstart.models.losses import LossConfig
 from headstart.models.verifier.verifier import Verifier
@@ -217,7 +217,7 @@ def flat_tensor(config: Config, tensors: dict[str, Tensor]) -> None:
 
 
 def unsorted_layers(config: Config, tensors: dict[str, Tensor]) -> None:
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [4, 2, 5]
+    config |= with_layer_ids(config, [4, 2, 5])
 
 
 def four_layers(config: Config, tensors: dict[str, Tensor]) -> None:

@@ -53,8 +53,9 @@ def written(folder: Path, change: dict[str, Any]) -> None:
         ({"draft_vocab_size": 15}, "d2t .offsets. has 16 ids, draft_vocab_size is 15"),
         ({"hidden_act": "bogus"}, "config.json says: .*bogus"),
         ({"hidden_size": 500}, "config.json"),
-        ({f"eagle_config.{LAYERS}": [2, 4, 99]}, r"1 … 8, got \[2, 4, 99\]"),
-        ({"eagle_config": None}, "config.json"),
+        ({LAYERS: None, f"eagle_config.{LAYERS}": [2, 4, 99]}, r"1 … 8, got \[2, 4, 99\]"),
+        ({f"eagle_config.{LAYERS}": [2, 4, 99]}, r"\[2, 4, 5\] at the top .* in eagle_config"),
+        ({LAYERS: None, "eagle_config": None}, "config.json"),
     ],
 )
 def test_an_impossible_config_is_refused_by_the_folders_name(

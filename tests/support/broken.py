@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headstart.models.drafters.eagle3 import layer_ids, with_layer_ids
+
 Config = dict
 
 
@@ -21,8 +23,7 @@ def absolute_map(config: Config, tensors: dict[str, Tensor]) -> None:
 
 def shifted_layers(by: int) -> Change:
     def change(config: Config, tensors: dict[str, Tensor]) -> None:
-        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i + by for i in ids]
+        config |= with_layer_ids(config, [i + by for i in layer_ids(config)])
 
     return change
 

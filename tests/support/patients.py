@@ -4,7 +4,7 @@ import json
 
 from imported import VERIFIER
 
-from headstart.eval.health.checks import Patient
+from headstart.eval.health.patient import Patient
 from headstart.models.formats import imports
 
 

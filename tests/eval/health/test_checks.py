@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headstart.eval.doctor import admit
 from headstart.eval.health import checks
-from headstart.eval.health.checks import CHECKS, examine, is_absolute
+from headstart.eval.health.checks import examine, is_absolute
+from headstart.eval.health.patient import CHECKS
 from headstart.models.formats.imports import members
 
 IDS = torch.tensor(foreign.IDS)

@@ -448,6 +448,7 @@ def test_config_says_what_engines_read(tmp_path):
         "torch_dtype": "float32",
         "rms_norm_eps": VERIFIER.config.rms_norm_eps,
         "rope_parameters": VERIFIER.config.rope_parameters,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
             "use_aux_hidden_state": True,
