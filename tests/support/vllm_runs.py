@@ -54,7 +54,7 @@ def answered(
     environment = os.environ | cpu_environment(str(program))
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("PYTHONPATH", None)
-    script = ROOT / "tests" / "engine_process.py"
+    script = ROOT / "tests" / "support" / "engine_process.py"
     with (folder / "log").open("w") as log:
         done = subprocess.run(
             [program, script, folder / "job.json", folder / "result.json"],

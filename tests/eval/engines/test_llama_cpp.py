@@ -58,7 +58,7 @@ def written(drafter: str, verifier: str, out: Path) -> str:
 
 def run(folder: Path, job: dict) -> list[list[dict]]:
     (folder / "job.json").write_text(json.dumps(job))
-    script = ROOT / "tests" / "llama_process.py"
+    script = ROOT / "tests" / "support" / "llama_process.py"
     with (folder / "log").open("w") as log:
         done = subprocess.run(
             [ENGINE / "bin" / "python", script, folder / "job.json", folder / "result.json"],
