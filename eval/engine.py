@@ -1,10 +1,11 @@
-"""Drafters in vLLM: serve one, read what it is accepted, hold the engine against our own loop.
+"""Drafters in engines: serve one, read what it is accepted, hold the engine against our own loop.
 
     python eval/engine.py serve outputs/quickstart/best
     python eval/engine.py metrics http://localhost:8000 --seconds 60
     python eval/engine.py compare outputs/quickstart/best --out outputs/engine
 
-`serve` prints the command that serves a drafter, or runs it. `metrics` reads α, τ and acceptance by
+`serve` prints the command with which vLLM, SGLang or llama.cpp serves a drafter, after the exports
+that it needs, or runs vLLM's. `metrics` reads α, τ and acceptance by
 position from a running server, or from a saved page. `compare` starts vLLM with and without the
 drafter, asks both for the same prompts in turn, and puts texts, accepted drafts and times beside
 those of our loop. It ends with code 1 where they differ without a reason.
@@ -18,13 +19,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from headstart.data.rows import rendering
 from headstart.data.rows.row import Row
 from headstart.eval.decoding.trial import pick, prompt_of
-from headstart.eval.engines import metrics
+from headstart.eval.engines import commands, metrics
 from headstart.eval.engines import report as engine_report
 from headstart.eval.engines import server as engine_server
+from headstart.eval.engines.kinds import Method, verifier_of
 from headstart.eval.engines.metrics import EngineCounts, Metrics
 from headstart.eval.engines.parity import Compared, judge
 from headstart.eval.engines.server import Reply, complete, model_name
@@ -56,23 +59,38 @@ class Serve(Served):
     """The command to print or to run."""
 
     arguments: list[str] = field(default_factory=list)
-    """Further words for vllm serve, such as [--dtype, float32, --port, "8001"]."""
+    """Further words for the engine, such as [--dtype, float32, --port, "8001"]."""
+    engine_name: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    """Whose command."""
+    method: Method | None = None
+    """vLLM's name of the drafter's kind, for a name of the Hub whose config.json does not tell."""
     run: bool = False
-    """Run the command, too."""
+    """Run the command, too; vLLM's alone."""
+
+    def __post_init__(self) -> None:
+        if self.run and self.engine_name != "vllm":
+            raise ValueError(
+                f"run is for vllm alone, engine_name is {self.engine_name}; type what is printed"
+            )
 
 
 def serve(settings: Serve) -> None:
-    """Print the command; run it where asked to, in place of this program."""
-    config = engine_server.speculative_config(settings.drafter, settings.draft_length)
-    verifier = engine_server.verifier_of(settings.verifier, settings.drafter)
-    arguments = [*engine_server.loader_arguments(settings.drafter), *settings.arguments]
-    words = engine_server.command(verifier, config, arguments)
-    for name in {verifier, (config or {}).get("model", verifier)}:
-        if not Path(name).exists():
-            print(f"note: no folder {name!r} is here; vLLM takes it from the Hub", file=sys.stderr)
+    """Print the commands; run vLLM's where asked to, in place of this program."""
+    lines = commands.lines(
+        settings.engine_name,
+        settings.drafter,
+        settings.verifier,
+        settings.draft_length,
+        settings.arguments,
+        settings.method,
+    )
+    for name in commands.from_hub(settings.drafter, settings.verifier, settings.method):
+        who = commands.ENGINES[settings.engine_name]
+        print(f"note: no folder {name!r} is here; {who} takes it from the Hub", file=sys.stderr)
     if not settings.run:
-        print(engine_server.shown(words, {}))
+        print("\n".join(engine_server.shown(words, {}) for words in lines))
         return
+    (words,) = lines
     program = engine_server.executable(settings.engine)
     environment = engine_server.cpu_environment(program)
     print(engine_server.shown([program, *words[1:]], environment), flush=True)
@@ -120,9 +138,9 @@ class Compare(Served):
 
 def started(settings: Compare, stack: ExitStack, verifier: str) -> tuple[str, str]:
     """Servers of our own with and without the drafter, until `stack` ends: their addresses."""
-    config = engine_server.speculative_config(settings.drafter, settings.draft_length)
+    config = commands.speculative_config(settings.drafter, settings.draft_length)
     arguments = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
-    arguments += engine_server.loader_arguments(settings.drafter)
+    arguments += commands.loader_arguments(settings.drafter)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     addresses = []
     for name, given in (("drafted", config), ("plain", None)):
@@ -210,7 +228,7 @@ def compare(settings: Compare) -> list[Compared]:
 
 def compare_all(settings: Compare) -> list[Compared]:
     """Every prompt, by the servers that run already or by those started for it."""
-    engine_server.speculative_config(settings.drafter, settings.draft_length)  # or refused
+    commands.speculative_config(settings.drafter, settings.draft_length)  # or refused
     verifier, drafter = load_pair(
         settings.verifier, settings.drafter, "float32", "cpu", settings.allow_verifier
     )
@@ -224,7 +242,7 @@ def compare_all(settings: Compare) -> list[Compared]:
     with ExitStack() as stack:
         server, plain = settings.server, settings.plain
         if server is None:
-            folder = engine_server.verifier_of(settings.verifier, settings.drafter)
+            folder = verifier_of(settings.verifier, settings.drafter)
             server, plain = started(settings, stack, folder)
         for found in measure(settings, drafter, rows, server, plain):
             print(engine_report.line(found), flush=True)

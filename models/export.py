@@ -3,12 +3,12 @@
     python models/export.py outputs/run/best --to speculators --out outputs/run/speculators
     python -m headstart.models.export outputs/run/best --to sglang --out outputs/run/sglang
 
-vLLM needs no export but for MTP: it loads a checkpoint as it is. `mimo` is a folder of the verifier
-and its MTP module in one, which vLLM serves as a MiMo. `speculators` is a folder that names its
-verifier, so that `vllm serve FOLDER` needs nothing else (EAGLE-3); `sglang` has the names and the
-layer ids that SGLang reads (EAGLE-3); `eagle` is the original EAGLE code's layout (EAGLE-3 and
-EAGLE-1), `medusa` the original Medusa code's; `gguf` is a file for llama.cpp (a draft model or
-EAGLE-3). What a layout cannot say is refused by name.
+vLLM needs no export but for MTP: it loads a checkpoint as it is. `mimo` is a folder of the
+verifier and its MTP module in one, which vLLM serves as a MiMo. `speculators` is a folder that
+names its verifier, so that `vllm serve FOLDER` needs nothing else (EAGLE-3); `sglang` has the
+names, the layer ids and the tensors that SGLang reads (EAGLE-3 and EAGLE-1); `eagle` is the
+original EAGLE code's layout (EAGLE-3 and EAGLE-1), `medusa` the original Medusa code's; `gguf` is
+a file for llama.cpp (a draft model or EAGLE-3). What a layout cannot say is refused by name.
 """
 
 import json
@@ -26,7 +26,7 @@ from headstart.models.drafters.eagle3 import LAYERS, Eagle3, check_layers
 from headstart.models.drafters.medusa import Medusa
 from headstart.models.drafters.mtp import MTP
 from headstart.models.formats import gguf_file, layouts, mimo_folder
-from headstart.models.formats.imports import SGLANG_IDS
+from headstart.models.formats.imports import SGLANG_EAGLE, SGLANG_IDS
 from headstart.models.loading import class_of, is_checkpoint, load_pair, tunes_verifier
 from headstart.models.saved import read_config
 from headstart.models.verifier import embedded
@@ -69,7 +69,7 @@ class Export:
 def check_kind(kind: type[Drafter], to: str) -> None:
     """Raise a ValueError for a kind of drafter that the layout `to` is not for."""
     fitting = {
-        "speculators": (Eagle3,), "sglang": (Eagle3,), "eagle": (Eagle3, Eagle1),
+        "speculators": (Eagle3,), "sglang": (Eagle3, Eagle1), "eagle": (Eagle3, Eagle1),
         "medusa": (Medusa,), "mimo": (MTP,), "gguf": (DraftLM, Eagle3),
     }  # fmt: skip
     if not issubclass(kind, fitting[to]):
@@ -101,7 +101,7 @@ def converted(
         named = {layouts.speculators_name(name): tensor for name, tensor in tensors.items()}
         return config, named, "model.safetensors"
     if to == "sglang":
-        return _sglang_config(drafter), drafter.file_tensors(), "model.safetensors"
+        return _sglang_config(drafter), _sglang_tensors(drafter), "model.safetensors"
     if to == "eagle":
         return _eagle_config(drafter), _with_embeddings(drafter), "pytorch_model.bin"
     return (*_medusa(drafter, verifier), "medusa_lm_head.pt")
@@ -173,7 +173,14 @@ def _speculators_config(
     }
 
 
-def _sglang_config(drafter: Eagle3) -> dict[str, Any]:
+def _sglang_config(drafter: Eagle3 | Eagle1) -> dict[str, Any]:
+    if drafter.embed_tokens is not None:
+        raise ValueError(
+            "to: sglang drafts with the verifier's embeddings, and this drafter has its own; pass "
+            f"{'speculators' if isinstance(drafter, Eagle3) else 'eagle'}"
+        )
+    if isinstance(drafter, Eagle1):
+        return _flat_config(drafter) | {"architectures": [SGLANG_EAGLE], "bias": True}
     _refuse_variants(drafter, "sglang")
     if len(drafter.feature_layers) != 3:
         raise ValueError(
@@ -186,6 +193,15 @@ def _sglang_config(drafter: Eagle3) -> dict[str, Any]:
         "layer_ids_of": SGLANG_IDS,  # they count from the first layer's output
         "target_model_type": drafter.verifier.config.model_type,
     }
+
+
+def _sglang_tensors(drafter: Eagle3 | Eagle1) -> dict[str, Tensor]:
+    """Of EAGLE-1 with a bias in any case: SGLang's layer has one, of random numbers where the file
+    has none."""
+    tensors = drafter.file_tensors()
+    if isinstance(drafter, Eagle1):
+        tensors = {"fc.bias": torch.zeros(drafter.config.hidden_size)} | tensors
+    return tensors
 
 
 def _eagle_config(drafter: Eagle3 | Eagle1) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""Serving a drafter with vLLM: the command, the process, and a request to it.
-
-What vLLM accepts in silence and serves badly is refused here: a method told by the folder's name,
-more Medusa heads than there are, a drafter of a kind that it does not know.
-"""
+"""A vLLM of our own: its command line, the process, and a request to it."""
 
 import json
 import os
@@ -21,151 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.answers.request_law import LeftOut, law_fields, refused_fields
-from headstart.models import loading
-from headstart.models.drafters.lookup import PromptLookupConfig
-from headstart.models.formats import imports, mtp_native
 from headstart.models.proposal.sampling import Sampling
-from headstart.models.saved import kind_in, read_config
-from headstart.models.verifier import embedded
-from headstart.models.verifier.adapter import check_merged
-from headstart.models.verifier.names import check_there, is_embedded
-from headstart.script import options
 
 START_SECONDS = 600  # to wait for a server: loading and compiling a large model takes minutes
-LOOKUP = "prompt-lookup"
-
-
-def speculative_config(drafter: str, draft_length: int) -> dict[str, Any]:
-    """What vLLM is told of a drafter.
-
-    Args:
-        drafter: the folder of a checkpoint; prompt-lookup, options behind a colon (vLLM calls it
-            ngram); a verifier's folder with an MTP module in it; or any causal language model with
-            the verifier's tokenizer.
-
-    Raises:
-        ValueError: a drafter that vLLM cannot serve, or not with so many drafts.
-    """
-    if draft_length < 1:
-        raise ValueError(f"draft_length must be 1 or more, got {draft_length}")
-    kind = drafter.partition(":")[0]
-    if kind == LOOKUP:
-        lookup = options(drafter, PromptLookupConfig)
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": draft_length,
-            "prompt_lookup_max": lookup.max_ngram,
-            "prompt_lookup_min": lookup.min_ngram,
-        }
-    if kind in loading.LOOKUPS:
-        raise ValueError(
-            f"drafter {drafter!r}: vLLM knows no {kind}; pass {LOOKUP} or a checkpoint"
-        )
-    if kind == "layers":
-        raise ValueError(
-            f"drafter {drafter!r}: vLLM needs a folder; train one from these layers with "
-            f"train/draft_lm.py --drafter.init {drafter} and serve its checkpoint"
-        )
-    if mtp_native.holds_modules(drafter):  # vLLM reads them where it reads the verifier
-        return {"method": "mtp", "num_speculative_tokens": draft_length}
-    if kind_in(drafter) is not None:
-        method = imported_method(drafter, draft_length)
-    elif loading.is_checkpoint(drafter):
-        method = method_of(drafter, draft_length)
-    else:
-        check_there("drafter", drafter)
-        method = "draft_model"
-    folder = str(embedded.folder(drafter)) if is_embedded(drafter) else drafter
-    return {"method": method, "model": folder, "num_speculative_tokens": draft_length}
-
-
-def method_of(drafter: str, draft_length: int) -> str:
-    """vLLM's name of a checkpoint's method.
-
-    Raises:
-        ValueError: it has none, or drafts less in a row.
-    """
-    config = read_config(drafter)
-    entry = config["headstart"]
-    if entry["type"] == "mtp":
-        if entry.get("num_modules", 1) > 1:
-            raise ValueError(
-                f"drafter {drafter!r} has {entry['num_modules']} MTP modules, of which vLLM runs "
-                "one; train one with drafter.num_modules 1, or decode with headstart's own loop"
-            )
-        raise ValueError(
-            f"drafter {drafter!r} is an MTP module, which vLLM reads from its verifier's folder; "
-            f"write both as one with models/export.py {drafter} --to mimo --out FOLDER, then serve "
-            "FOLDER"
-        )
-    known = loading.CLASSES.get(entry["type"])
-    if known is None:
-        raise ValueError(
-            f"drafter {drafter!r} is of type {entry['type']!r}, which this version of headstart "
-            f"does not know; it knows {', '.join(loading.CLASSES)}"
-        )
-    if known.serving is None:
-        raise ValueError(
-            f"drafter {drafter!r} is of type {entry['type']}, which vLLM does not load; "
-            "headstart's own loop decodes with it (eval/acceptance.py)"
-        )
-    if "adapter" in entry:
-        raise ValueError(
-            f"drafter {drafter!r} drafts for a verifier that was trained with it, by an adapter; "
-            "vLLM would serve the original one: merge the adapter into a copy of the verifier first"
-        )
-    check_heads(drafter, config.get("num_heads"), draft_length)
-    if "truncated_vocab_size" in config and not config["original_lm_head"]:
-        raise ValueError(
-            f"drafter {drafter!r} has heads of its own over a draft vocabulary, which vLLM does "
-            "not load; train it with drafter.shared_projection true, or without draft_vocab_size"
-        )
-    if entry["type"] == "draft_lm" and config["vocab_size"] != entry["target_vocab_size"]:
-        raise ValueError(
-            f"drafter {drafter!r} has {config['vocab_size']} tokens, its verifier "
-            f"{entry['target_vocab_size']}, and vLLM wants the same number; pad its embeddings"
-        )
-    return known.serving
-
-
-def imported_method(drafter: str, draft_length: int) -> str:
-    """vLLM's name of the method of a drafter that another program saved.
-
-    Raises:
-        ValueError: a kind that headstart does not know, or one written for another engine.
-    """
-    kind, config = (
-        kind_in(drafter),
-        json.loads(Path(drafter, "config.json").read_text()),
-    )
-    if kind not in imports.CLASSES:
-        raise ValueError(
-            f"drafter {drafter!r} is of speculators' kind {kind}, which headstart does not know; "
-            "see vLLM's documentation for its command"
-        )
-    if config.get("layer_ids_of") == imports.SGLANG_IDS:
-        raise ValueError(
-            f"drafter {drafter!r} was written for SGLang, which numbers layers otherwise than "
-            "vLLM; serve the checkpoint that it was made from"
-        )
-    check_heads(drafter, config.get("medusa_num_heads", config.get("num_heads")), draft_length)
-    return imports.CLASSES[kind].serving
-
-
-def check_heads(drafter: str, heads: int | None, draft_length: int) -> None:
-    """Raise a ValueError for more drafts than a drafter with heads has of them."""
-    if heads is not None and draft_length > heads:
-        raise ValueError(
-            f"draft_length is {draft_length}, but {drafter!r} has {heads} heads, and vLLM would "
-            f"draft with heads of random weights; pass {heads} or less"
-        )
-
-
-def loader_arguments(drafter: str) -> list[str]:
-    """What `vllm serve` must be told besides."""
-    if not loading.is_checkpoint(drafter) and kind_in(drafter) is None:
-        return []
-    return unchecked(json.loads(Path(drafter, "config.json").read_text()))
 
 
 def unchecked(config: dict[str, Any]) -> list[str]:
@@ -173,31 +27,6 @@ def unchecked(config: dict[str, Any]) -> list[str]:
     it has not loaded, and ends, unless it is told not to check. Config is the checkpoint's."""
     value = json.dumps({"enable_weights_track": False})
     return ["--model-loader-extra-config", value] if "truncated_vocab_size" in config else []
-
-
-def verifier_of(verifier: str | None, drafter: str) -> str:
-    """The folder or Hub name to serve: the drafter's own verifier when none is given.
-
-    Raises:
-        ValueError: neither tells, or both.
-    """
-    if mtp_native.holds_modules(drafter):
-        if verifier not in (None, drafter):
-            raise ValueError(
-                f"verifier: {drafter!r} is a verifier with an MTP module of its own, which drafts "
-                "for no other; leave it out"
-            )
-        return drafter
-    if verifier is None and loading.is_checkpoint(drafter):
-        verifier = read_config(drafter)["headstart"]["verifier"]
-    if verifier is None:
-        raise ValueError(
-            f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
-            f"{embedded.NAME}"
-        )
-    check_merged(verifier, drafter)
-    check_there("verifier", verifier)
-    return str(embedded.folder(verifier)) if is_embedded(verifier) else verifier
 
 
 def command(verifier: str, config: dict[str, Any] | None, arguments: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 
 CLASSES: dict[str, type[TrainableDrafter]] = {"eagle3": Eagle3, "eagle1": Eagle1, "medusa": Medusa}
+SGLANG_EAGLE = "LlamaForCausalLMEagle"  # SGLang's name of an EAGLE-1
 SGLANG_IDS = "sglang"  # `layer_ids_of` in a config that headstart wrote for SGLang
 _FILES = (
     "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt",

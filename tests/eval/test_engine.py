@@ -231,8 +231,21 @@ def test_serve_prints_the_command(workplace, capsys, monkeypatch):
     assert printed.err == ""
 
 
+def test_serve_prints_another_engines_commands(workplace, capsys, monkeypatch):
+    drafter = workplace / "drafter"
+    words = ["engine.py", "serve", str(drafter), "--engine-name", "sglang", "--method", "eagle3"]
+    monkeypatch.setattr(sys, "argv", words)
+    run_commands({"serve": (Serve, engine.serve)})
+    export, launch = capsys.readouterr().out.splitlines()
+    assert export == f"python models/export.py {drafter} --to sglang --out {drafter}-sglang"
+    assert f" --speculative-draft-model-path {drafter}-sglang " in launch
+    with pytest.raises(ValueError, match=r"run is for vllm alone, engine_name is llama.cpp"):
+        Serve(str(drafter), engine_name="llama.cpp", run=True)
+
+
 def test_serve_says_what_is_not_here(workplace, capsys):
-    engine.serve(Serve("some/model", verifier=str(workplace / "verifier")))
+    verifier = str(workplace / "verifier")
+    engine.serve(Serve("some/model", verifier=verifier, method="draft_model"))
     note = "note: no folder 'some/model' is here; vLLM takes it from the Hub\n"
     assert capsys.readouterr().err == note
     engine.serve(Serve("prompt-lookup", verifier="some/model"))

@@ -153,6 +153,26 @@ def test_sglang_counts_layers_from_the_output_of_the_first(tmp_path):
     assert torch.equal(tensors["d2t"] + torch.arange(40), drafter.draft_ids)
 
 
+def test_sglang_finds_an_eagle1_by_its_name_and_a_bias_in_it(tmp_path):
+    """SGLang 0.5.23: `models/llama_eagle.py` has one, of random numbers where the file has none."""
+    drafter = made_loud(Eagle1.create(VERIFIER, Eagle1Config(), LOSS))
+    folder = exported(drafter, "sglang", tmp_path)
+    config, tensors = json.loads((folder / "config.json").read_text()), foreign.tensors_in(folder)
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    assert torch.equal(tensors.pop("fc.bias"), torch.zeros(32))
+    own = drafter.file_tensors()
+    assert tensors.keys() == own.keys() and all(torch.equal(t, own[n]) for n, t in tensors.items())
+    back = imports.load(folder, VERIFIER, LOSS)
+    assert torch.equal(back.fc.weight, drafter.fc.weight) and not back.fc.bias.any()
+
+
+@pytest.mark.parametrize("name", ["eagle3, speculators, normed, own embeddings"])
+def test_sglang_has_no_place_for_other_embeddings(name, tmp_path):
+    """It puts the verifier's in their place."""
+    with pytest.raises(ValueError, match="verifier's embeddings, and this drafter has its own"):
+        converted(imported(name, tmp_path), "sglang", "some/verifier")
+
+
 @pytest.mark.parametrize("to", ["speculators", "sglang"])
 @pytest.mark.parametrize(
     "rope",
@@ -199,7 +219,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
 @pytest.mark.parametrize(
     "to, make, message",
     [
-        ("sglang", medusa, "sglang is a layout for Eagle3; this drafter is Medusa"),
+        ("sglang", medusa, "sglang is a layout for Eagle3 or Eagle1; this drafter is Medusa"),
         ("medusa", loud_eagle3, "medusa is a layout for Medusa; this drafter is Eagle3"),
         ("sglang", lambda: loud_eagle3(fc_norm=True), "sglang does not know fc_norm"),
         ("eagle", lambda: loud_eagle3(norm_output=True), "eagle does not know norm_output"),

@@ -19,8 +19,8 @@ from vllm_runs import pytestmark as pytestmark
 
 from headstart.data.rows.rendering import render_all
 from headstart.eval.decoding.trial import pick, prompt_of
+from headstart.eval.engines.commands import loader_arguments, speculative_config
 from headstart.eval.engines.parity import Compared
-from headstart.eval.engines.server import loader_arguments, speculative_config
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config

@@ -32,8 +32,8 @@ from vllm_runs import pytestmark as engine_marks
 from headstart.data.conversations import reading
 from headstart.eval import doctor
 from headstart.eval.doctor import Diagnosis, Doctor
+from headstart.eval.engines.commands import speculative_config
 from headstart.eval.engines.parity import own_answer
-from headstart.eval.engines.server import speculative_config
 from headstart.eval.health import probe
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.verifier.verifier import Verifier

@@ -15,8 +15,9 @@ from vllm_runs import pytestmark as pytestmark
 
 from headstart.data.rows.rendering import render_all
 from headstart.eval.decoding.trial import pick, prompt_of
+from headstart.eval.engines.commands import speculative_config
+from headstart.eval.engines.kinds import verifier_of
 from headstart.eval.engines.parity import Compared
-from headstart.eval.engines.server import speculative_config, verifier_of
 from headstart.models import export
 from headstart.models.drafters.mtp import MTP
 from headstart.models.drafters.mtp_layouts import MTPConfig

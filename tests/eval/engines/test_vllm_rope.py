@@ -21,8 +21,8 @@ from vllm_runs import pytestmark as pytestmark
 from headstart.data.rows.collate import collate
 from headstart.data.rows.row import Row
 from headstart.data.states.featurize import Featurizer
+from headstart.eval.engines.commands import speculative_config
 from headstart.eval.engines.parity import Compared
-from headstart.eval.engines.server import speculative_config
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
 from headstart.models.verifier.verifier import Verifier
 

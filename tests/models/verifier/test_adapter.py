@@ -10,7 +10,7 @@ import torch
 from runs import recipe, run, verifier  # noqa: F401
 
 from headstart.data import regenerate
-from headstart.eval.engines import server
+from headstart.eval.engines import kinds
 from headstart.models import export
 from headstart.models.loading import load_pair
 from headstart.models.verifier.adapter import join, split
@@ -73,7 +73,7 @@ def test_drafter_is_answered_trained_and_loaded_with_the_adapter(
     assert found.name == f"{verifier}+{adapter}"
     assert "merge the adapter" in Path(last, "README.md").read_text()
     with pytest.raises(ValueError, match=r"verifier: .* with the adapter .*pass its folder as --v"):
-        server.verifier_of(None, last)
+        kinds.verifier_of(None, last)
     with pytest.raises(ValueError, match=r"verifier: .* with the adapter .*pass its folder as --v"):
         export.run(export.Export(drafter=last, to="speculators", out=str(tmp_path / "exported")))
     assert not (tmp_path / "exported").exists()

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.eval.engines.server import speculative_config, verifier_of
+from headstart.eval.engines.commands import speculative_config
+from headstart.eval.engines.kinds import verifier_of
 from headstart.models.loading import is_checkpoint
 from headstart.models.verifier import adapter
 from headstart.models.verifier.names import check_there, is_embedded, is_path
