@@ -5,10 +5,10 @@
     python eval/engine.py compare outputs/quickstart/best --out outputs/engine
 
 `serve` prints the command with which vLLM, SGLang or llama.cpp serves a drafter, after the exports
-that it needs, or runs vLLM's. `metrics` reads α, τ and acceptance by
-position from a running server, or from a saved page. `compare` starts vLLM with and without the
-drafter, asks both for the same prompts in turn, and puts texts, accepted drafts and times beside
-those of our loop. It ends with code 1 where they differ without a reason.
+that it needs, or runs vLLM's. `metrics` reads α, τ and acceptance by position from a running
+server, or from a saved page. `compare` starts vLLM with and without the drafter, asks both for the
+same prompts in turn, and puts texts, accepted drafts and times beside those of our loop. It ends
+with code 1 where they differ without a reason.
 """
 
 import json
@@ -84,9 +84,9 @@ def serve(settings: Serve) -> None:
         settings.arguments,
         settings.method,
     )
-    for name in commands.from_hub(settings.drafter, settings.verifier, settings.method):
-        who = commands.ENGINES[settings.engine_name]
-        print(f"note: no folder {name!r} is here; {who} takes it from the Hub", file=sys.stderr)
+    asked = (settings.drafter, settings.verifier, settings.method)
+    for note in commands.notes(settings.engine_name, *asked):
+        print(f"note: {note}", file=sys.stderr)
     if not settings.run:
         print("\n".join(engine_server.shown(words, {}) for words in lines))
         return

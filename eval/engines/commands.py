@@ -13,6 +13,7 @@ from headstart.eval.engines import kinds
 from headstart.eval.engines.kinds import LOOKUP, NATIVE, Found
 from headstart.eval.engines.server import command, unchecked
 from headstart.models import loading
+from headstart.models.drafters.eagle3 import LAYERS
 from headstart.models.drafters.lookup import PromptLookupConfig
 from headstart.models.verifier import embedded
 from headstart.models.verifier.names import is_embedded, is_path
@@ -85,12 +86,21 @@ def lines(
     return [*exports, [*launch, *arguments]]
 
 
-def from_hub(drafter: str, verifier: str | None, method: str | None = None) -> list[str]:
-    """Of drafter and verifier, the names that are no folders here."""
+def notes(engine: str, drafter: str, verifier: str | None, method: str | None = None) -> list[str]:
+    """What the user should know of these commands: names that are no folders here, and layer ids
+    that not all of vLLM finds."""
     found = kinds.find(drafter, method)
     asked = [kinds.verifier_of(verifier, drafter, method)]
     asked += [] if found.kind in (LOOKUP, NATIVE) else [_place(drafter)]
-    return [name for name in dict.fromkeys(asked) if not Path(name).exists()]
+    away = [name for name in dict.fromkeys(asked) if not Path(name).exists()]
+    told = [f"no folder {name!r} is here; {ENGINES[engine]} takes it from the Hub" for name in away]
+    inside = (found.config.get("eagle_config") or {}).get(LAYERS)
+    if engine == "vllm" and inside and not found.config.get(LAYERS):
+        told.append(
+            f"{drafter!r} has {LAYERS} in eagle_config alone: on GPUs, vLLM drafts from its "
+            f"default layers, unless {inside} is at the top level of config.json, too"
+        )
+    return told
 
 
 # ---- refused -----------------------------------------------------------------------------------

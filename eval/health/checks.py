@@ -29,7 +29,7 @@ def examine(patient: Patient, verifier: Verifier) -> list[Finding]:
         found += [*residual(patient)]
     if patient.kind in ("eagle3", "eagle1"):
         found += [*rope(patient, verifier), *embeddings(patient, verifier)]
-    if patient.kind == "eagle1" and "fc.bias" in patient.tensors:
+    if patient.kind == "eagle1" and patient.tensors.get("fc.bias", torch.zeros(1)).any():
         found.append(
             Finding(
                 "defect", "tensors", "fc has a bias",

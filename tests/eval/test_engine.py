@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,6 +251,18 @@ def test_serve_says_what_is_not_here(workplace, capsys):
     assert capsys.readouterr().err == note
     engine.serve(Serve("prompt-lookup", verifier="some/model"))
     assert capsys.readouterr().err == note
+
+
+def test_serve_says_which_layer_ids_vllm_does_not_find_on_gpus(workplace, tmp_path, capsys):
+    shutil.copytree(workplace / "drafter", tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    engine.serve(Serve(str(tmp_path / "old")))
+    note = capsys.readouterr().err
+    assert "in eagle_config alone: on GPUs" in note and note.count("\n") == 1
+    engine.serve(Serve(str(tmp_path / "old"), engine_name="sglang"))
+    assert capsys.readouterr().err == ""
 
 
 def test_serve_runs_the_command_it_prints(workplace, tmp_path, capsys, monkeypatch):
