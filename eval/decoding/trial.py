@@ -1,16 +1,18 @@
 """Decoding prompts for real: several shapes of proposal over the same ones, compared and timed."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from headstart.data.rows.row import Row
 from headstart.eval.decoding.speculate import Generated, Timer, generate
 from headstart.eval.decoding.typical import Typical
+from headstart.eval.measures.costs import fit_drafting
 from headstart.eval.measures.counts import Counts, summarise
-from headstart.eval.measures.speedup import predicted_speedup
+from headstart.eval.measures.intervals import ratio_bounds
 from headstart.models.drafter import Drafter
 from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling
@@ -119,48 +121,52 @@ def decode(
 def speed(timed: list[Decoded], shapes: list[Shape]) -> list[dict[str, Any]]:
     """Speedup of each shape, measured and predicted, of prompts decoded one at a time.
 
-    The measured one is total time without / with drafts over the same prompts, its interval by
-    bootstrap over prompts. A prediction needs c and v_N, which come from the same runs' timers;
-    c is the cost of one draft step, and a tree takes one step a level.
+    The measured one is total time without / with drafts over the same prompts, with its interval
+    over prompts. The prediction is tokens a pass / (1 + a + K·c + v_N), its costs fitted to the
+    same runs' timers as in `measures.costs`.
+
+    Returns:
+        for each shape, among others:
+        seconds: with and without drafts, together
+        drafting_fixed, cost_ratio, verify_overhead: a (None: one draft length only, it is in c), c
+        and v_N, in plain passes
+        acceptance_length, tokens_per_round: τ and tokens a pass
+        categories: the speedup of each
     """
     plain = {id(d.row): d for d in timed if d.shape is None}
-    passes = sum(d.timer.rounds for d in plain.values())
-    if not passes:  # nothing was timed, or every answer ended in prefill
+    without = Part.of(plain.values())
+    if not without.rounds:  # nothing was timed, or every answer ended in prefill
         return []
-    pass_seconds = sum(d.timer.verification for d in plain.values()) / passes
+    unit = without.drafting + without.verification
+    by_shape = {shape.name: [d for d in timed if d.name == shape.name] for shape in shapes}
+    parts = {name: Part.of(drafted) for name, drafted in by_shape.items()}
+    extra = {name: (part.drafting - without.drafting) / unit for name, part in parts.items()}
+    fitted = fit_drafting(extra, {shape.name: shape for shape in shapes})
     entries = []
     for shape in shapes:
-        drafted = [d for d in timed if d.name == shape.name]
-        without = torch.tensor([plain[id(d.row)].seconds for d in drafted])
-        seconds = torch.tensor([d.seconds for d in drafted])
-        generator = torch.Generator().manual_seed(0)
-        sample = torch.randint(len(drafted), (1000, len(drafted)), generator=generator)
-        resampled = without[sample].sum(1) / seconds[sample].sum(1)
-        rounds = max(sum(d.timer.rounds for d in drafted), 1)
-        drafting = sum(d.timer.proposal + d.timer.upkeep for d in drafted)
-        cost_ratio = drafting / rounds / shape.depth / pass_seconds
-        verification = sum(d.timer.verification for d in drafted) / rounds
-        overhead = verification / pass_seconds - 1
+        drafted = by_shape[shape.name]
+        pairs = np.array([[plain[id(d.row)].seconds, d.seconds] for d in drafted])
+        cost_ratio = fitted.step[shape.name]
+        overhead = (parts[shape.name].verification - without.verification) / unit
+        cost = 1 + (fitted.fixed or 0.0) + shape.depth * cost_ratio + overhead
         measures = summarise([d.counts() for d in drafted])
-        length = measures["acceptance_length"]["value"]
-        always = all(d.output.drafted[0] >= d.output.rounds for d in drafted)
-        if shape.branches or not always:  # the closed form wants K drafts in every round
-            predicted = (length or 1.0) / (1 + shape.depth * cost_ratio + overhead)
-        else:
-            alpha = measures["acceptance_rate"]["value"] or 0.0
-            predicted = predicted_speedup(alpha, shape.depth, cost_ratio, overhead)
+        low, high = ratio_bounds(pairs, (1, -1)) or (None, None)
         entries.append(
             {
                 "draft_length": shape.depth,
                 "shape": shape.name if shape.branches else "chain",
-                "measured": float(without.sum() / seconds.sum()),
-                "low": float(resampled.quantile(0.025)) if len(drafted) > 1 else None,
-                "high": float(resampled.quantile(0.975)) if len(drafted) > 1 else None,
-                "median": float((without / seconds).median()),
-                "predicted": predicted,
+                "prompts": len(drafted),
+                "seconds": float(pairs.sum()),
+                "measured": float(pairs[:, 0].sum() / pairs[:, 1].sum()),
+                "low": low,
+                "high": high,
+                "median": float(np.median(pairs[:, 0] / pairs[:, 1])),
+                "predicted": (measures["tokens_per_round"] or 1.0) / cost,
+                "drafting_fixed": fitted.fixed,
                 "cost_ratio": cost_ratio,
                 "verify_overhead": overhead,
-                "acceptance_length": length,
+                "acceptance_length": measures["acceptance_length"]["value"],
+                "tokens_per_round": measures["tokens_per_round"],
                 "categories": {
                     name: float(
                         sum(plain[id(d.row)].seconds for d in drafted if d.row.category == name)
@@ -171,3 +177,22 @@ def speed(timed: list[Decoded], shapes: list[Shape]) -> list[dict[str, Any]]:
             }
         )
     return entries
+
+
+class Part(NamedTuple):
+    """Seconds of a mean pass."""
+
+    rounds: int
+    drafting: float
+    """The drafter's work, and cutting caches back."""
+    verification: float
+
+    @staticmethod
+    def of(decoded: Iterable[Decoded]) -> "Part":
+        timers = [d.timer for d in decoded]
+        rounds = sum(timer.rounds for timer in timers)
+        return Part(
+            rounds,
+            sum(timer.proposal + timer.upkeep for timer in timers) / max(rounds, 1),
+            sum(timer.verification for timer in timers) / max(rounds, 1),
+        )

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-import torch
+import numpy as np
 
 from headstart.eval.engines.parity import TIE, Compared
+from headstart.eval.measures.intervals import interval, ratio_bounds
 from headstart.eval.reports import report
 
 
@@ -32,17 +33,10 @@ def reason(found: Compared) -> str:
 
 
 def speedup(pairs: Iterable[tuple[float, float]]) -> dict[str, float | None]:
-    """Total time without / with drafts, and its 95 % interval by bootstrap over prompts, if there
-    is more than one."""
-    without, drafted = torch.tensor(list(pairs)).T
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randint(len(without), (1000, len(without)), generator=generator)
-    resampled = without[sample].sum(1) / drafted[sample].sum(1)
-    value = float(without.sum() / drafted.sum())
-    if len(without) == 1:
-        return {"value": value, "low": None, "high": None}
-    bounds = zip(("low", "high"), resampled.quantile(torch.tensor([0.025, 0.975])), strict=True)
-    return {"value": value} | {name: float(bound) for name, bound in bounds}
+    """Total time without / with drafts, and its 95 % interval over prompts, if there are enough."""
+    seconds = np.array(list(pairs))
+    without, drafted = seconds.sum(0).tolist()
+    return interval(without / drafted, ratio_bounds(seconds, (1, -1)))
 
 
 def counts_table(done: list[Compared]) -> str:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.measures.intervals import LEAST_PROMPTS
 from headstart.eval.measures.quality import Quality
 from headstart.script import ROOT
 
@@ -94,12 +95,17 @@ def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+NO_INTERVAL = (
+    f"[–]: no interval; it takes {LEAST_PROMPTS} prompts or more that do not all say the same."
+)
+
+
 def interval(measure: dict[str, float | None], digits: int = 3) -> str:
-    """value [low, high]"""
+    """value [low, high]; value [–] where there is no interval."""
     if measure["value"] is None:
         return "–"
     value, low, high = (number(measure[key], digits) for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    return f"{value} [–]" if measure["low"] is None else f"{value} [{low}, {high}]"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -120,6 +126,13 @@ def lossy(measured_with: dict[str, Any]) -> str:
         measured_with: a run's settings, or an entry of speed.
     """
     return "" if measured_with["acceptance"] == "exact" else ", typical acceptance (lossy)"
+
+
+NOTE = (
+    "τ counts the verifier's own token: 1 + accepted / rounds; tokens a pass are those written, "
+    "fewer where texts end inside a round. Predicted: tokens a pass / (1 + fixed + K·c + v), in "
+    "plain passes. Intervals are 95 %, by studentised bootstrap over prompts. "
+) + NO_INTERVAL
 
 
 def law_title(entry: dict[str, Any]) -> str:
@@ -147,7 +160,8 @@ def law_table(entries: list[dict[str, Any]]) -> str:
     """One law: replay over everything by category, then decoding; the tree's figures apart."""
     chain, *trees = entries
     first = f"measured on{lossy(chain['settings'])}"
-    header = [first, "prompts", "τ acceptance length", "α acceptance rate", "efficiency"]
+    header = [first, "prompts", "τ acceptance length", "tokens a pass", "α acceptance rate"]
+    header.append("efficiency")
     header += ["τ tree", "efficiency tree"] * len(trees)
     rows = []
     replay = chain["replay"]
@@ -165,7 +179,8 @@ def law_table(entries: list[dict[str, Any]]) -> str:
     cells = []
     for name, m, others in rows:
         row = [name, str(m["prompts"]), interval(m["acceptance_length"])]
-        row += [interval(m["acceptance_rate"]), number(m["draft_efficiency"])]
+        row += [number(m["tokens_per_round"]), interval(m["acceptance_rate"])]
+        row.append(number(m["draft_efficiency"]))
         for other in others:
             if other is None:
                 row += ["–", "–"]
@@ -226,20 +241,28 @@ def seconds_line(entry: dict[str, Any]) -> str:
 
 
 def speed_table(speed: list[dict[str, Any]]) -> str:
-    header = [f"drafts{lossy(speed[0])}", "speedup [95 %]", "median", "predicted", "c", "v", "τ"]
+    header = [f"drafts{lossy(speed[0])}", "speedup [95 %]", "median", "predicted", "fixed", "c"]
+    header += ["v", "τ", "tokens a pass"]
     rows = [
         [
             speed_name(s),
-            f"{s['measured']:.2f} [{number(s['low'], 2)}, {number(s['high'], 2)}]",
+            speedup_cell(s),
             number(s["median"], 2),
             number(s["predicted"], 2),
+            number(s["drafting_fixed"]),
             number(s["cost_ratio"]),
             number(s["verify_overhead"]),
             number(s["acceptance_length"], 2),
+            number(s["tokens_per_round"], 2),
         ]
         for s in speed
     ]
     return table(header, rows)
+
+
+def speedup_cell(entry: dict[str, Any]) -> str:
+    """value [low, high] of an entry of speed."""
+    return interval(entry | {"value": entry["measured"]}, 2)
 
 
 def speed_name(entry: dict[str, Any]) -> str:
@@ -309,18 +332,16 @@ def write_markdown(result: dict[str, Any], path: Path) -> None:
     parts += [
         "## Where this comes from",
         f"`{origin['command']}` at commit {origin['commit']}, {origin['time']}, with {versions}.",
-        "τ counts the verifier's own token: 1 + accepted / rounds. Intervals are 95 %, by "
-        "bootstrap over prompts.",
+        NOTE,
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def errors(values: list[float], measured: list[dict[str, Any]]) -> list[list[float]]:
-    """Lengths of the error bars; of few prompts, a bootstrap interval need not hold its value."""
+    """Lengths of the error bars; none without an interval."""
     pairs = list(zip(values, measured, strict=True))
     below = [max(v - (m["low"] or v), 0) for v, m in pairs]
-    above = [max((m["high"] or v) - v, 0) for v, m in pairs]
-    return [below, above]
+    return [below, [max((m["high"] or v) - v, 0) for v, m in pairs]]
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -361,19 +382,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         width = 0.8 / len(speed)
         for i, s in enumerate(speed):
             values = [s["measured"], *(s["categories"][name] for name in names[1:])]
-            bars = axes[2].bar(
-                [k + i * width for k in range(len(names))],
-                values,
-                width,
-                label=speed_name(s),
-            )
-            axes[2].errorbar(
-                bars[0].get_x() + width / 2,
-                values[0],
-                errors(values[:1], [s]),
-                color="black",
-                capsize=2,
-            )
+            at = [k + i * width for k in range(len(names))]
+            axes[2].bar(at, values, width, label=speed_name(s))
+            bars = errors(values[:1], [s])
+            axes[2].errorbar(at[:1], values[:1], bars, color="black", capsize=2)
         axes[2].set_xticks(range(len(names)), names, rotation=40, ha="right")
         axes[2].axhline(1, color="grey", linewidth=0.8)
         axes[2].set(title="speedup, batch 1 (measured)")

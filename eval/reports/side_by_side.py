@@ -64,7 +64,11 @@ def row_of(compared: Compared, tree: str | None) -> dict[str, Any]:
             for chain, *trees in laws
         ],
         "cost_ratio": longest
-        and {"draft_length": longest["draft_length"], "value": longest["cost_ratio"]},
+        and {
+            "draft_length": longest["draft_length"],
+            "fixed": longest.get("drafting_fixed"),  # earlier reports have it in c
+            "value": longest["cost_ratio"],
+        },
         "speed": speed,
         "best": max(speed, key=lambda entry: entry["measured"], default=None),
         "lossless": {key: sum(v[key] for v in verdicts) for key in verdicts[0]}
@@ -121,8 +125,7 @@ def lossless_cell(found: dict[str, int] | None) -> str:
 def best_cell(best: dict[str, Any] | None) -> str:
     if best is None:
         return "–"
-    bounds = f"[{report.number(best['low'], 2)}, {report.number(best['high'], 2)}]"
-    return f"{best['measured']:.2f} {bounds}, {speed_kind(best)}"
+    return f"{report.speedup_cell(best)}, {speed_kind(best)}"
 
 
 def speed_kind(entry: dict[str, Any]) -> str:
@@ -163,8 +166,17 @@ def tau_columns(rows: list[dict[str, Any]], settings: Measurement) -> list[Colum
     return columns
 
 
+def fixed_cell(row: dict[str, Any]) -> str:
+    return report.number(row["cost_ratio"] and row["cost_ratio"]["fixed"])
+
+
 def cost_cell(row: dict[str, Any]) -> str:
-    return "–" if row["cost_ratio"] is None else report.number(row["cost_ratio"]["value"])
+    """c; where no fixed part is told apart, at which K it was measured."""
+    cost = row["cost_ratio"]
+    if cost is None:
+        return "–"
+    at = f" at K = {cost['draft_length']}" if cost["fixed"] is None else ""
+    return report.number(cost["value"]) + at
 
 
 def tree_cell(tree: dict[str, Any] | None) -> str:
@@ -181,9 +193,8 @@ def table(rows: list[dict[str, Any]], settings: Measurement) -> str:
         ("chain τ from", source_cell),
         *tau_columns(rows, settings),
     ]
-    costs = [row["cost_ratio"] for row in rows if row["cost_ratio"] is not None]
-    if costs:
-        columns.append((f"c at K = {costs[0]['draft_length']}", cost_cell))
+    if any(row["cost_ratio"] is not None for row in rows):
+        columns += [("fixed cost", fixed_cell), ("c", cost_cell)]
     columns += [
         (f"best speedup{lossy(settings.runs[0])}", lambda row: best_cell(row["best"])),
         ("lossless at T = 0", lambda row: lossless_cell(row["lossless"])),
@@ -200,11 +211,12 @@ def notes() -> str:
     """How the table is to be read."""
     lines = [
         "τ counts the verifier's own token: 1 + accepted / rounds. Brackets are 95 % intervals, by "
-        "bootstrap over prompts.",
+        f"studentised bootstrap over prompts. {report.NO_INTERVAL}",
         "Chain τ from replay: over every prompt's answer, as the verifier wrote it. From decoding: "
         "of lookups and lossy rules, which have no replay, over the prompts decoded for real.",
         "Best speedup: against plain decoding in the same run, prompts interleaved, one at a time; "
-        "of all K, and the tree, the best. c: a draft step's cost beside a plain pass.",
+        "of all K, and the tree, the best. Fixed cost, c: what drafting costs beside a plain pass, "
+        "whatever its length, and for each step; without a fixed cost it is in c.",
         "Lossless: greedy texts that are the verifier's own, token by token.",
         "Training tokens: – where none were counted. Parameters: of layers:…, the verifier's own.",
     ]

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from headstart.eval.measures.counts import Counts, summarise
+from headstart.eval.measures.intervals import LEAST_TRIALS, interval, ratio_bounds
 from headstart.eval.service import latency
 from headstart.eval.service.sweep import OFF, Cell, Trial
-
-RESAMPLES = 1000
 
 
 def measures(cell: Cell, trials: Sequence[Trial]) -> dict[str, Any]:
@@ -80,8 +79,8 @@ def speedup(plain: Sequence[Trial], drafted: Sequence[Trial]) -> dict[str, float
     """Tokens a second with drafts / without, over the trials that both have.
 
     Returns:
-        value: while every slot is taken; low, high: its 95 % interval by bootstrap over trials,
-        None with one trial; as_run: of the whole trials.
+        value: while every slot is taken; low, high: its 95 % interval over trials, None with
+        fewer than `intervals.LEAST_TRIALS`; as_run: of the whole trials.
     """
     without = {t.number: t for t in plain}
     pairs = [(without[t.number], t) for t in drafted if t.number in without]
@@ -89,29 +88,17 @@ def speedup(plain: Sequence[Trial], drafted: Sequence[Trial]) -> dict[str, float
         [[p.full_tokens, p.full_seconds, d.full_tokens, d.full_seconds] for p, d in pairs]
     ).reshape(-1, 4)
     whole = np.array([[p.tokens, p.seconds, d.tokens, d.seconds] for p, d in pairs]).reshape(-1, 4)
-    low = high = None
-    if len(pairs) > 1:
-        draws = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
-        resampled = _speed_ratio(full[draws].sum(1))
-        resampled = resampled[~np.isnan(resampled)]
-        if len(resampled):
-            low, high = map(float, np.quantile(resampled, [0.025, 0.975]))
-    value, as_run = (float(_speed_ratio(c.sum(0)[None])[0]) for c in (full, whole))
-    return {
-        "value": None if np.isnan(value) else value,
-        "low": low,
-        "high": high,
-        "as_run": None if np.isnan(as_run) else as_run,
-    }
+    bounds = ratio_bounds(full, (-1, 1, 1, -1), LEAST_TRIALS)
+    value, as_run = (_speed_ratio(c.sum(0)) for c in (full, whole))
+    return interval(value, bounds) | {"as_run": as_run}
 
 
 def ratio(above: float, below: float) -> float | None:
     return above / below if below else None
 
 
-def _speed_ratio(sums: np.ndarray) -> np.ndarray:
-    """Sums of tokens and seconds without, tokens and seconds with: [R, 4] -> [R], NaN where plain
+def _speed_ratio(sums: np.ndarray) -> float | None:
+    """Of the sums of tokens and seconds without, tokens and seconds with: [4]; None where plain
     decoding wrote nothing or drafting took no time."""
-    plain_tokens, plain_seconds, tokens, seconds = sums.T
-    below = plain_tokens * seconds
-    return np.divide(tokens * plain_seconds, below, out=np.full(len(sums), np.nan), where=below > 0)
+    plain_tokens, plain_seconds, tokens, seconds = sums.tolist()
+    return ratio(tokens * plain_seconds, plain_tokens * seconds)

@@ -1,64 +1,46 @@
 """What a sweep says: the cost of drafting, and predicted against measured speedup.
 
-A pass of plain decoding takes t_0. A pass over N drafts of depth K takes
+a, c and v_N are those of `costs.py`. All of them grow with concurrency, so they are fitted at each.
+Beside speedup.py: overhead there is a + K·c + v_N here.
 
-    t_0 · (1 + a + K·c + v_N):
-
-drafting costs `a` whatever its length (the drafter's reading of what was verified, cutting caches
-back) and the cost ratio c a step; the verifier's pass over N+1 tokens costs the verify overhead v_N
-more than one over one token. All of them grow with concurrency, so they are fitted at each. Beside
-speedup.py: overhead there is a + K·c + v_N here.
-
-A server tells no parts. Its overhead is what its speed leaves: accepted tokens a pass, divided by
-the speedup, − 1; a line over K is fitted to that.
+A server tells no parts. Its overhead is what its speed leaves: tokens a pass, divided by the
+speedup, − 1; a line over K is fitted to that.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from headstart.eval.measures.speedup import breakeven_acceptance_rate, expected_speedup
+from headstart.eval.measures.costs import fit_drafting, line
+from headstart.eval.measures.speedup import breakeven_acceptance_rate
 from headstart.eval.service.sweep import OFF
 from headstart.models.proposal import trees
 
 # ---- one concurrency -----------------------------------------------------------------------------
 
 
-def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope of the least-squares line, neither below 0; through the origin where
-    there is one x only."""
-    across, up = np.asarray(x, float), np.asarray(y, float)
-    if len(set(x)) > 1:
-        slope, intercept = np.polyfit(across, up, 1)
-        if slope >= 0 and intercept >= 0:
-            return float(intercept), float(slope)
-        if slope < 0:
-            return float(max(up.mean(), 0.0)), 0.0
-    return 0.0, float(max((across * up).sum() / (across**2).sum(), 0.0))
-
-
 def costs(plain: dict[str, Any], drafted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fit at one concurrency, from the cells without and with drafts.
 
     Returns:
-        `drafting_fixed` a, `cost_ratio` c, `verify_overhead` {drafts: v}; or, of a server,
+        `drafting_fixed` a (0 where it cannot be told from c), `cost_ratio` c of chains (None: there
+        is none), `cost_ratios` {drafts: c}, `verify_overhead` {drafts: v}; or, of a server,
         `overhead_fixed` and `overhead_per_draft` of its line. Empty where nothing can be fitted.
     """
     timed = [cell for cell in drafted if cell["parts"]]
     if plain["parts"] and timed:
         parts = plain["parts"]
         unit = sum(parts.values())
-        depths = [trees.parse(cell["drafts"]).depth for cell in timed]
-        drafting = [
-            (cell["parts"]["proposal"] + cell["parts"]["rest"] - parts["proposal"] - parts["rest"])
-            / unit
+        shapes = {cell["drafts"]: trees.parse(cell["drafts"]) for cell in timed}
+        drafting = {
+            cell["drafts"]: sum(cell["parts"][p] - parts[p] for p in ("proposal", "rest")) / unit
             for cell in timed
-        ]
-        fixed, cost_ratio = line(depths, drafting)
+        }
+        fitted = fit_drafting(drafting, shapes)
+        chains = [c for drafts, c in fitted.step.items() if not shapes[drafts].branches]
         return {
-            "drafting_fixed": fixed,
-            "cost_ratio": cost_ratio,
+            "drafting_fixed": fitted.fixed or 0.0,
+            "cost_ratio": chains[0] if chains else None,
+            "cost_ratios": fitted.step,
             "verify_overhead": {
                 cell["drafts"]: (cell["parts"]["verification"] - parts["verification"]) / unit
                 for cell in timed
@@ -78,21 +60,31 @@ def _left_over(cell: dict[str, Any]) -> float | None:
     measured, acceptance = cell["speedup"]["value"], cell["acceptance"]
     if not measured or acceptance is None:
         return None
-    return acceptance["acceptance_length"]["value"] / measured - 1
+    return tokens_a_pass(cell) / measured - 1
+
+
+def tokens_a_pass(cell: dict[str, Any]) -> float:
+    """Of a cell with acceptance. A server's counters know rounds with drafts alone, so that tokens
+    over these would be too many: there it is τ."""
+    acceptance = cell["acceptance"]
+    told = acceptance["tokens_per_round"] if cell["parts"] else None
+    return acceptance["acceptance_length"]["value"] if told is None else told
 
 
 def fitted_overhead(fit: dict[str, Any], drafts: str) -> float | None:
     """a + K·c + v_N of a shape, as fitted."""
     depth = trees.parse(drafts).depth
     if "cost_ratio" in fit and drafts in fit["verify_overhead"]:
-        return fit["drafting_fixed"] + depth * fit["cost_ratio"] + fit["verify_overhead"][drafts]
+        cost_ratio = fit["cost_ratios"][drafts]
+        return fit["drafting_fixed"] + depth * cost_ratio + fit["verify_overhead"][drafts]
     if "overhead_per_draft" in fit:
         return fit["overhead_fixed"] + depth * fit["overhead_per_draft"]
     return None
 
 
 def point(cell: dict[str, Any], fit: dict[str, Any]) -> dict[str, Any]:
-    """Predicted against measured, and how much acceptance the cost asks for.
+    """Predicted (tokens a pass / the fitted cost of a pass) against measured, and how much
+    acceptance the cost asks for.
 
     Break-even efficiency is overhead / drafts a pass, which is `speedup.breakeven_alpha` for a
     chain that always drafts K.
@@ -107,6 +99,7 @@ def point(cell: dict[str, Any], fit: dict[str, Any]) -> dict[str, Any]:
         "predicted": None,
         "overhead": overhead,
         "acceptance_length": None,
+        "tokens_per_round": None,
         "draft_efficiency": None,
         "breakeven_efficiency": None,
         "breakeven_acceptance_rate": None,
@@ -115,15 +108,14 @@ def point(cell: dict[str, Any], fit: dict[str, Any]) -> dict[str, Any]:
         return found
     length = cell["acceptance"]["acceptance_length"]["value"]
     found["acceptance_length"] = length
+    found["tokens_per_round"] = tokens_a_pass(cell)
     found["draft_efficiency"] = cell["acceptance"]["draft_efficiency"]
     found["breakeven_efficiency"] = overhead * cell["rounds"] / cell["drafted"]
     if not shape.branches:
         rate = breakeven_acceptance_rate(overhead, shape.depth)
         found["breakeven_acceptance_rate"] = rate if rate <= 1 else None  # JSON knows no infinity
     if fitted is not None:
-        alpha = (length - 1) / shape.depth
-        figures = {"alpha": alpha, "K": shape.depth, "verify_overhead": fitted}
-        found["predicted"] = expected_speedup(figures)
+        found["predicted"] = tokens_a_pass(cell) / (1 + fitted)
     return found
 
 

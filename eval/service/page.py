@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.measures.intervals import LEAST_TRIALS
 from headstart.eval.reports import report
 from headstart.eval.service import plots
 from headstart.eval.service.sweep import OFF
@@ -24,19 +25,26 @@ footer { color: #666; font-size: 12px; overflow-wrap: anywhere; }
 """
 HEADER = [
     "workload", "T", "concurrency", "drafts", "tokens/s", "speedup [95 %]", "as run", "predicted",
-    "τ", "efficiency", "break-even", "wasted", "first token ms, P50", "between tokens ms, mean",
-    "P50", "P95", "P99", "proposal ms", "verification ms", "rest ms",
+    "τ", "tokens a pass", "efficiency", "break-even", "wasted", "first token ms, P50",
+    "between tokens ms, mean", "P50", "P95", "P99", "proposal ms", "verification ms", "rest ms",
 ]  # fmt: skip
+_PAGE_ONLY = (
+    "first token ms, P50", "proposal ms", "verification ms", "rest ms",
+)  # fmt: skip
 NOTES = (
     "Tokens/s, speedup and latencies are those of a loop whose slots are all taken; “as run” is "
     "the ratio of the trials' whole times, prefill and emptying slots included.",
-    "Predicted: accepted tokens a pass, over the fitted cost of a pass. Break-even: the draft "
+    "Predicted: tokens a pass, over the fitted cost of a pass. Break-even: the draft "
     "efficiency (accepted / drafted) at which drafting is as fast as plain decoding.",
     "Tokens of one pass arrive together: the first waited for the pass, the others 0 ms. So P99 is "
     "a whole round where plain decoding waits for a pass over one token.",
     "Proposal, verification, rest: milliseconds of a mean pass. Wasted: drafts that were not "
-    "accepted. Intervals are 95 %, by bootstrap over trials.",
+    "accepted. Intervals are 95 %, by studentised bootstrap over trials; [–]: fewer than "
+    f"{LEAST_TRIALS} trials, too few for one.",
 )
+
+
+CHECKED = ["check", "result", "value", "bound", "threshold", "source", "reason"]
 
 
 @dataclass
@@ -50,7 +58,7 @@ class Opinion:
     """Whether no check failed."""
     reasons: list[str]
     checks: list[list[str]]
-    """Name, result and reason of each."""
+    """Of each, in the order of `CHECKED`."""
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -78,6 +86,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
                 number(speed["as_run"], 2),
                 number(point and point["predicted"], 2),
                 number(point and point["acceptance_length"], 2),
+                number(point and point["tokens_per_round"], 2),
                 number(point and point["draft_efficiency"]),
                 number(point and point["breakeven_efficiency"]),
                 "–" if cell["wasted"] is None else f"{cell['wasted']:,.0f}",
@@ -103,13 +112,20 @@ def costs(series: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 str(entry["concurrency"]),
                 best_words(entry),
                 report.number(fixed),
-                report.number(fit.get("cost_ratio", fit.get("overhead_per_draft"))),
+                _step(fit),
                 ", ".join(f"{name} {v:.2f}" for name, v in overheads.items()) or "not told apart",
                 _needed(points, "breakeven_efficiency"),
                 _needed(points, "breakeven_acceptance_rate"),
             ]
         )
     return header, found
+
+
+def _step(fit: dict[str, Any]) -> str:
+    """c of chains, and of each tree."""
+    chains = fit.get("cost_ratio", fit.get("overhead_per_draft"))
+    trees = [f"{name} {c:.3f}" for name, c in fit.get("cost_ratios", {}).items() if c != chains]
+    return ", ".join([report.number(chains), *trees])
 
 
 def _needed(points: list[dict[str, Any]], key: str) -> str:
@@ -140,7 +156,9 @@ def paying(series: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """For the terminal: a line a cell, and what follows from them."""
-    lines = [report.table(HEADER[:12] + HEADER[13:17], [r[:12] + r[13:17] for r in rows(result)])]
+    shown = [i for i, name in enumerate(HEADER) if name not in _PAGE_ONLY]
+    cells = [[row[i] for i in shown] for row in rows(result)]
+    lines = [report.table([HEADER[i] for i in shown], cells)]
     for series in result["series"]:
         name = f"{series['workload']}, T = {series['temperature']:g}"
         lines.append(f"{name}\n\n{report.table(*costs(series))}\n\n{paying(series)}")
@@ -180,7 +198,7 @@ def _verdict(verdict: Opinion, others: list[Opinion]) -> str:
     return f"""<div class="verdict {kind}"><h2>{html.escape(verdict.value.capitalize())}, {at}</h2>
 <ul>{reasons}</ul></div>
 <details><summary>Every check</summary>
-{_table(["check", "result", "reason"], verdict.checks, "words")}</details>
+{_table(CHECKED, verdict.checks, "words")}</details>
 <details><summary>The verdict at every concurrency measured</summary>
 {_table(["concurrency", "verdict", "drafts", "because"], elsewhere, "words")}</details>"""
 

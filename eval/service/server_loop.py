@@ -174,7 +174,9 @@ def servers_loop(
         after = draft_counters(server)
         trial = trial_of(cell, number, answers, began, seconds)
         if before is not None and after is not None:
-            trial.counts = counted(number, trial.tokens, before, after)
+            # of all requests together, as of one text: prefill wrote a token of each
+            written = trial.tokens - trial.requests + 1
+            trial.counts = counted(number, written, before, after)
         return trial
 
     return measure

@@ -15,6 +15,7 @@ from workplace import make as make_workplace
 from headstart.data.rows.row import Row
 from headstart.eval import acceptance
 from headstart.eval.decoding.trial import pick
+from headstart.eval.measures.intervals import LEAST_PROMPTS
 from headstart.eval.reports import measuring, report
 from headstart.eval.reports.measurement import RunSettings
 from headstart.eval.reports.measuring import Acceptance
@@ -79,7 +80,8 @@ def test_the_report_has_the_keys_of_its_schema(written):
     assert set(result) == {"schema", "drafter", "verifier", "runs", "speed", "provenance"}
     assert result["schema"] == 1
     assert set(result["drafter"]) == {"type", "path", "parameters", "fingerprint"}
-    assert set(result["verifier"]) == {"name", "fingerprint", "quality"}
+    sizes = {"hidden_size", "mtp_modules"}
+    assert set(result["verifier"]) == {"name", "fingerprint", "quality"} | sizes
     for entry in result["runs"]:
         assert set(entry) == {
             "settings", "overall", "categories", "lossless", "replay", "decoding_seconds",
@@ -99,8 +101,9 @@ def test_the_report_has_the_keys_of_its_schema(written):
     assert result["runs"][1]["lossless"] is None  # of distributions, no texts to compare
     for entry in result["speed"]:
         assert set(entry) == {
-            "draft_length", "shape", "measured", "low", "high", "median", "predicted", "cost_ratio",
-            "verify_overhead", "acceptance_length", "categories", "acceptance",
+            "draft_length", "shape", "prompts", "seconds", "measured", "low", "high", "median",
+            "predicted", "drafting_fixed", "cost_ratio", "verify_overhead", "acceptance_length",
+            "tokens_per_round", "categories", "acceptance",
         }  # fmt: skip
     assert set(result["provenance"]) == {
         "command", "commit", "versions", "recipe", "time", "seconds",
@@ -120,8 +123,9 @@ def test_the_report_agrees_with_itself(written, workplace):
             assert m["draft_efficiency"] <= m["acceptance_rate"]["value"] + 1e-9
             assert len(m["conditional"]) == len(m["joint"]) == 3
             assert m["joint"][0] == pytest.approx(m["conditional"][0])
+            assert m["tokens_per_round"] <= m["acceptance_length"]["value"] + 1e-9
             for measure in (m["acceptance_length"], m["acceptance_rate"]):
-                assert measure["low"] <= measure["high"]
+                assert (measure["low"] is None) == (m["prompts"] < LEAST_PROMPTS)
         assert [m["prompts"] for m in measured] == [6, 6, 9]
         for name, count in CATEGORIES.items():
             assert replayed["all"]["categories"][name]["prompts"] == count
@@ -130,8 +134,10 @@ def test_the_report_agrees_with_itself(written, workplace):
     assert result["verifier"]["name"] == str(workplace / "verifier")
     assert [entry["draft_length"] for entry in result["speed"]] == [1, 3]
     for entry in result["speed"]:
-        assert 0 < entry["low"] <= entry["measured"] * 1.001 and entry["cost_ratio"] > 0
-        assert entry["predicted"] == pytest.approx(entry["predicted"]) and entry["predicted"] > 0
+        assert entry["low"] is entry["high"] is None and entry["prompts"] == 3
+        cost = entry["drafting_fixed"] + entry["draft_length"] * entry["cost_ratio"]
+        cost += 1 + entry["verify_overhead"]
+        assert entry["predicted"] == pytest.approx(entry["tokens_per_round"] / cost)
 
 
 def test_replay_of_the_decoded_prompts_equals_decoding(written):
@@ -157,7 +163,13 @@ def test_the_report_can_be_read_and_seen(written):
     _, out = written
     text = (out / "report.md").read_text()
     titles = ["T = 0 (greedy, greedy drafts)", "T = 1 (temperature 1, sampled drafts)"]
-    measured = ["conditional acceptance", "replay, chat", "decoding, same prompts", "Best: K ="]
+    measured = [
+        "conditional acceptance",
+        "replay, chat",
+        "decoding, same prompts",
+        "Best: K =",
+        "tokens a pass",
+    ]
     for words in [*titles, *measured, "lossless: of 6 texts, 6 are the verifier's own"]:
         assert words in text, words
     assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
@@ -528,10 +540,10 @@ def test_pick_deals_categories_evenly_in_file_order():
 
 
 def test_a_picture_is_drawn_where_intervals_miss_their_value(written, tmp_path):
-    """Of few prompts, a bootstrap interval need not hold the value."""
+    """An interval that is far to one side of its value, as an earlier report may have it."""
     result = json.loads(json.dumps(written[0]))
     length = result["runs"][0]["replay"]["all"]["acceptance_length"]
-    length["low"] = length["value"] + 0.1
+    length |= {"low": length["value"] + 0.1, "high": length["value"] + 0.2}
     nothing = {"value": None, "low": None, "high": None}
     result["runs"][1]["replay"]["all"]["acceptance_length"] = nothing
     result["runs"][1]["replay"]["all"]["conditional"] = [None] * 3
@@ -588,7 +600,8 @@ def test_one_timed_prompt_has_no_interval():
         "median": 1.2,
     }
     rest = {"predicted": 1.1, "cost_ratio": 0.1, "verify_overhead": 0.1, "acceptance_length": 1.3}
-    assert "1.20 [–, –]" in report.speed_table([row | rest])
+    rest |= {"drafting_fixed": None, "tokens_per_round": 1.2}
+    assert "1.20 [–]" in report.speed_table([row | rest])
 
 
 # ---- a verifier that was trained with its drafter ----------------------------------------------

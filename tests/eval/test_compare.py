@@ -109,7 +109,12 @@ def test_every_value_is_that_of_the_drafters_report(written):
         )
         assert row["speed"] == full["speed"] and row["best"] in full["speed"]
         assert row["best"]["measured"] == max(entry["measured"] for entry in full["speed"])
-        assert row["cost_ratio"] == {"draft_length": 3, "value": full["speed"][1]["cost_ratio"]}
+        longest = full["speed"][1]
+        assert row["cost_ratio"] == {
+            "draft_length": 3,
+            "fixed": longest["drafting_fixed"],
+            "value": longest["cost_ratio"],
+        }
         assert row["lossless"] == {"identical": 6, "ties": 0, "different": 0, "prompts": 6}
         for law, (chain, tree) in zip(
             row["laws"], (full["runs"][:2], full["runs"][2:]), strict=True
@@ -150,7 +155,7 @@ def test_the_table_can_be_read_and_the_picture_seen(written):
         "the same, T = 0, 3 prompts decoded",
         "τ tree static:2x2, T = 0, greedy drafts, 3 prompts decoded",
         "τ tree static:2x2, T = 1, sampled drafts, 3 prompts decoded",
-        "c at K = 3",
+        "fixed cost",
         "best speedup",
         "12,345",
         "replay of 5",
@@ -228,7 +233,11 @@ def test_an_earlier_report_may_lack_the_tree_or_have_one_too_many(workplace, wri
     changes = {"out": str(tmp_path / "all"), "speed_draft_lengths": (), "drafters": [str(out)]}
     compare.run(compare_settings(workplace, **changes))
     text = (tmp_path / "all" / "compare.md").read_text()
-    assert "τ tree" not in text and "c at K" not in text and (tmp_path / "all/compare.png").exists()
+    assert (
+        "τ tree" not in text
+        and "| fixed cost" not in text
+        and (tmp_path / "all/compare.png").exists()
+    )
     changes = {"out": str(tmp_path / "no"), "tree": None, "drafters": [str(written[1] / "one")]}
     compare.run(compare_settings(workplace, **changes))
     [row] = json.loads((tmp_path / "no" / "compare.json").read_text())["drafters"]

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from headstart.eval.measures.counts import Counts
+from headstart.eval.measures.intervals import LEAST_TRIALS
 from headstart.eval.service import cells, fit
 from headstart.eval.service.sweep import OFF, Cell, Trial
 
@@ -56,7 +57,9 @@ def trial(
             accepted[i] += 1
     rounds = passes * concurrency
     tokens = rounds + sum(accepted)
-    counts = Counts(str(number), "all", tokens, rounds, [rounds * 1.0] * length, examined, accepted)
+    counts = Counts(
+        str(number), "all", 1 + tokens, rounds, [rounds * 1.0] * length, examined, accepted
+    )
     return Trial(
         cell=Cell("mixed", temperature, concurrency, drafts),
         number=number,
@@ -83,10 +86,10 @@ def report(
     """A benchmark's report of such a loop."""
     found = []
     for at in concurrency:
-        plain = [trial(at, 0, number, alpha, **how) for number in range(3)]
+        plain = [trial(at, 0, number, alpha, **how) for number in range(LEAST_TRIALS)]
         found.append(cells.measures(plain[0].cell, plain))
         for length in lengths:
-            trials = [trial(at, length, number, alpha, **how) for number in range(3)]
+            trials = [trial(at, length, number, alpha, **how) for number in range(LEAST_TRIALS)]
             entry = cells.measures(trials[0].cell, trials)
             entry["speedup"] = cells.speedup(plain, trials)
             texts = {"identical": 8, "ties": 0, "different": 0, "prompts": 8}
@@ -106,4 +109,29 @@ def report(
             "recipe": {},
             "time": "now",
         },
+    }
+
+
+def acceptance_report(rate: float, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """What eval/acceptance.py says, as far as it is read."""
+    rates = {"value": rate, "low": rate, "high": rate}
+    settings = {
+        "draft_length": 4,
+        "shape": "chain",
+        "temperature": temperature,
+        "acceptance": "exact",
+        "data": "mine.jsonl",
+    }
+    run = {
+        "settings": settings | changes,
+        "overall": {"tokens": 1600, "prompts": 20, "acceptance_rate": rates},
+        "lossless": {"identical": 20, "ties": 0, "different": 0, "prompts": 20},
+        "replay": {"all": {"acceptance_rate": rates}},
+    }
+    return {
+        "schema": 1,
+        "drafter": {"fingerprint": "d"},
+        "verifier": {"name": "verifier", "fingerprint": "v"},
+        "runs": [run],
+        "speed": [],
     }

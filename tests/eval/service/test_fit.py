@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from synthetic import FIXED, C, plain_pass, trial, verify_overhead
 
+from headstart.eval.measures.intervals import LEAST_TRIALS
 from headstart.eval.measures.speedup import (
     breakeven_acceptance_rate,
     breakeven_alpha,
@@ -20,7 +21,9 @@ LENGTHS = (1, 2, 4, 8)
 CONCURRENCY = (1, 4, 16, 64)
 
 
-def cell(concurrency: int, length: int, numbers: Sequence[int] = (0, 1, 2), **how: Any) -> dict:
+def cell(
+    concurrency: int, length: int, numbers: Sequence[int] = range(LEAST_TRIALS), **how: Any
+) -> dict:
     alpha = how.pop("alpha", ALPHA)
     trials = [trial(concurrency, length, n, alpha, **how) for n in numbers]
     entry = cells.measures(trials[0].cell, trials)
@@ -46,6 +49,7 @@ def test_known_costs_are_recovered_at_each_concurrency(sweep):
         found = entry["fit"]
         assert found["cost_ratio"] == pytest.approx(C)
         assert found["drafting_fixed"] == pytest.approx(FIXED)
+        assert found["cost_ratios"] == {f"chain:{k}": found["cost_ratio"] for k in LENGTHS}
         for length in LENGTHS:
             expected = verify_overhead(entry["concurrency"], length)
             assert found["verify_overhead"][f"chain:{length}"] == pytest.approx(expected)
@@ -123,13 +127,6 @@ def test_a_drafter_that_is_not_enabled_has_no_acceptance():
     assert point["measured"]["value"] == pytest.approx(1)
 
 
-def test_line_is_that_of_least_squares_and_never_negative():
-    assert fit.line([1, 2, 4], [1.5, 2.0, 3.0]) == pytest.approx((1.0, 0.5))
-    assert fit.line([3], [1.5]) == (0.0, 0.5)
-    assert fit.line([1, 2], [0.5, 1.5]) == pytest.approx((0.0, 0.7))  # 1 · 0.5 + 2 · 1.5 over 1 + 4
-    assert fit.line([1, 2], [1.0, 0.0]) == (0.5, 0.0)
-
-
 # ---- one cell ------------------------------------------------------------------------------------
 
 
@@ -157,7 +154,9 @@ def test_speedup_compares_the_trials_that_both_have():
     both = cells.speedup(plain[1:], drafted[:2])
     assert cells.speedup(plain, drafted) == both
     assert cells.speedup(plain, drafted[2:])["value"] is None
-    assert cells.speedup(plain[1:2], drafted[:1])["low"] is None
+    many = [[trial(1, length, n, ALPHA) for n in range(LEAST_TRIALS)] for length in (0, 4)]
+    assert cells.speedup(*many)["low"] < cells.speedup(*many)["value"]
+    assert cells.speedup(*(trials[1:] for trials in many))["low"] is None
 
 
 def test_plain_decoding_has_no_drafts():
