@@ -20,8 +20,9 @@ from typing import Any
 from headstart.eval.gating.checks import Thresholds
 from headstart.eval.gating.evidence import Report, check, read
 from headstart.eval.gating.verdict import Verdict, judge
+from headstart.eval.measures.intervals import LEAST_TRIALS
 from headstart.eval.reports import report
-from headstart.eval.reports.measuring import fingerprint_of
+from headstart.eval.reports.measuring import fingerprint_of, size_of
 from headstart.eval.service import cells, fit, page
 from headstart.eval.service.own_loop import lossless, own_loop
 from headstart.eval.service.server_loop import Server, servers_loop
@@ -72,8 +73,8 @@ class Benchmark:
     a server decides for itself."""
     seconds: float = 40.0
     """Spent on a cell, about."""
-    least_trials: int = 2
-    """Of a cell, whatever they take; an interval needs two."""
+    least_trials: int = LEAST_TRIALS
+    """Of a cell, whatever they take; with fewer there is no interval."""
     requests_per_slot: int = 4
     """Prompts that each of a server's slots gets in a trial, on average."""
     reports: list[str] = field(default_factory=list)
@@ -255,6 +256,8 @@ def run(settings: Benchmark) -> None:
     finally:  # stopped, too, it says what it has
         if file.trials:
             found = summary(settings, file, asked, verifier)
+            if verifier is not None:  # not in what a continued benchmark is held against
+                identity["verifier"] |= size_of(verifier)
             conclude(settings, identity, found, others, out)
 
 
@@ -292,7 +295,10 @@ def opinion(verdict: Verdict) -> page.Opinion:
         verdict.drafts,
         holds=not verdict.code,
         reasons=[f"{check.name}: {check.reason}" for check in verdict.reasons],
-        checks=[[check.name, check.result, check.reason] for check in verdict.checks],
+        checks=[
+            [c.name, c.result, c.value, c.bound, c.threshold, c.source, c.reason]
+            for c in verdict.checks
+        ],
     )
 
 

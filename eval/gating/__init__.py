@@ -1,1 +1,1 @@
-"""Ship, tune or switch off. May import service/ and reports/."""
+"""Ship, tune or switch off. May import measures/, service/ and reports/."""

@@ -39,6 +39,8 @@ class Rate:
     """A measured acceptance rate."""
 
     value: float
+    low: float | None
+    high: float | None
     source: str
 
 
@@ -63,6 +65,8 @@ class Evidence:
     """Of `fit.point`."""
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of `cells.measures`, by drafts; empty without a benchmark."""
+    speed_source: str = ""
+    """The report that `points` come from."""
     rates: list[Rate] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     texts: list[Texts] = field(default_factory=list)
@@ -72,6 +76,12 @@ class Evidence:
     """Mean length of an answer."""
     parameters: int | None = None
     """Of the verifier."""
+    hidden_size: int | None = None
+    """Of the verifier; None: a server's, or of a report that does not say."""
+    mtp_modules: int = 0
+    """That the verifier ships with."""
+    kind: str | None = None
+    """The drafter's type."""
 
 
 def gather(
@@ -95,6 +105,9 @@ def gather(
             f"workload: {workload!r} is looked for in reports of eval/benchmark.py, and none is "
             "given; add one, or leave --workload out"
         )
+    for path, result in reports:
+        with whole(path):
+            _of_the_models(found, result)
     for path, result in [report for report in reports if "runs" in report[1]]:
         with whole(path):
             _from_acceptance(found, path, result, temperature, data, concurrency, not benchmarks)
@@ -139,6 +152,14 @@ def check(reports: list[Report], data: str | None) -> None:
         raise ValueError(f"data: no report has a run on {data}")
 
 
+def _of_the_models(found: Evidence, result: dict[str, Any]) -> None:
+    """What kind of drafter, and the verifier's size: reports of before do not say the latter."""
+    drafter, verifier = result["drafter"] or {}, result["verifier"] or {}
+    found.kind = drafter.get("type", found.kind)
+    found.hidden_size = verifier.get("hidden_size", found.hidden_size)
+    found.mtp_modules = verifier.get("mtp_modules", found.mtp_modules)
+
+
 def _from_acceptance(
     found: Evidence,
     path: str,
@@ -163,7 +184,7 @@ def _from_acceptance(
         if settings["temperature"] == at:
             rate = widest["acceptance_rate"]["value"]
             if settings["shape"] == "chain" and rate is not None:
-                found.rates.append(Rate(rate, where))
+                found.rates.append(rate_of(widest["acceptance_rate"], where))
             if alone:
                 found.answer_tokens = run["overall"]["tokens"] / run["overall"]["prompts"]
         if run["lossless"] is not None:
@@ -172,18 +193,28 @@ def _from_acceptance(
             judged = run["lossless"]
             found.texts.append(Texts(judged["different"], judged["prompts"], rejected, where))
     if alone and concurrency == 1 and result["speed"]:
-        found.concurrency = 1
-        found.points = [_speed_point(entry) for entry in result["speed"]]
+        found.concurrency, found.speed_source = 1, path
+        # before it stood beside each speed, the number of prompts was the setting alone
+        prompts = result.get("provenance", {}).get("recipe", {}).get("speed_prompts", 0)
+        found.points = [_speed_point(entry, prompts) for entry in result["speed"]]
 
 
-def _speed_point(entry: dict[str, Any]) -> dict[str, Any]:
+def rate_of(measure: dict[str, Any], source: str) -> Rate:
+    """α with its interval, as a report has it."""
+    return Rate(measure["value"], measure["low"], measure["high"], source)
+
+
+def _speed_point(entry: dict[str, Any], prompts: int) -> dict[str, Any]:
     """An entry of an acceptance report's speed, as a benchmark has it."""
     chain = entry["shape"] == "chain"
     overhead = entry["draft_length"] * entry["cost_ratio"] + entry["verify_overhead"]
+    overhead += entry.get("drafting_fixed") or 0.0  # earlier reports have it in the cost ratio
     length = entry["acceptance_length"]
     return {
         "drafts": f"chain:{entry['draft_length']}" if chain else entry["shape"],
         "draft_length": entry["draft_length"],
+        "prompts": entry.get("prompts", prompts),
+        "seconds": entry.get("seconds"),
         "measured": {"value": entry["measured"], "low": entry["low"], "high": entry["high"]},
         "overhead": overhead,
         "acceptance_length": length,
@@ -209,12 +240,14 @@ def _from_benchmark(
     judged = next(entry for entry in mine if entry["temperature"] == at)
     if result["verifier"] is not None:
         found.parameters = result["verifier"]["parameters"]
+    found.speed_source = path
     there = [e["concurrency"] for e in judged["by_concurrency"]]
     for cell in result["cells"]:
         if cell.get("lossless"):
             where = f"{path}, concurrency {cell['concurrency']}, {cell['drafts']}"
             rejected = (
-                bool(cell["acceptance"]) and cell["acceptance"]["acceptance_rate"]["value"] < 1
+                bool(cell["acceptance"])
+                and (cell["acceptance"]["acceptance_rate"]["value"] or 1) < 1
             )
             judged_texts = cell["lossless"]
             found.texts.append(

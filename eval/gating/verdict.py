@@ -5,6 +5,7 @@ from typing import Any
 
 from headstart.eval.gating.checks import CHECKS, SWITCH_OFF, TUNE, Check, Thresholds
 from headstart.eval.gating.evidence import Evidence, Report, gather
+from headstart.eval.gating.gain import PAYS, gains
 
 CODES = {"ship": 0, TUNE: 3, SWITCH_OFF: 4}
 
@@ -35,7 +36,12 @@ class Verdict:
     def __str__(self) -> str:
         at = f"at concurrency {self.concurrency}" + (f" with {self.drafts}" if self.drafts else "")
         width = max(len(check.result) for check in self.checks)
-        lines = [f"{c.result.ljust(width)}  {c.name}: {c.reason}" for c in self.checks]
+        lines = []
+        for c in self.checks:
+            lines += [
+                f"{c.result.ljust(width)}  {c.name}: {c.reason}",
+                " " * (width + 4) + c.held(),
+            ]
         return "\n".join([f"Verdict: {self.value}, {at}.", *lines])
 
 
@@ -53,15 +59,17 @@ def judge(reports: list[Report], thresholds: Thresholds) -> Verdict:
 
 
 def chosen(evidence: Evidence, thresholds: Thresholds) -> dict[str, Any] | None:
-    """The point of the drafts that are served with; None where nothing was measured.
+    """The point of the drafts that are served with: those named, else the fastest of those that
+    pay for sure, else the fastest. None where nothing was measured.
 
     Raises:
         ValueError: these drafts were not measured.
     """
     points = evidence.points
     if thresholds.drafts is None:
-        paid = [p for p in points if p["measured"]["value"] is not None]
-        return max(paid, key=lambda p: p["measured"]["value"], default=None)
+        measured, found = [p for p in points if p["measured"]["value"] is not None], gains(evidence)
+        paid = [p for p in measured if found[p["drafts"]].state == PAYS]
+        return max(paid or measured, key=lambda p: p["measured"]["value"], default=None)
     named = [p for p in points if p["drafts"] == thresholds.drafts]
     if points and not named:
         raise ValueError(

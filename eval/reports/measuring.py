@@ -224,6 +224,16 @@ def fingerprint_of(drafter: Drafter) -> str | None:
     return fingerprint(drafter) if isinstance(drafter, TrainableDrafter) else None
 
 
+def size_of(verifier: Verifier) -> dict[str, Any]:
+    """Hidden size, and how many MTP modules it was pretrained with (0 where its configuration does
+    not say)."""
+    config = verifier.config
+    return {
+        "hidden_size": config.hidden_size,
+        "mtp_modules": getattr(config, "num_nextn_predict_layers", None) or 0,
+    }
+
+
 def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[str, Any]:
     """The report's content, printed as it grows."""
     check(drafter, settings)
@@ -254,6 +264,7 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
             "name": verifier.name,
             "fingerprint": verifier.fingerprint(),
             "quality": quality and asdict(quality),
+            **size_of(verifier),
         },
         "runs": runs,
         "speed": speed,

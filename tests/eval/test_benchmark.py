@@ -45,6 +45,7 @@ def settings(folder: Path, **changes: Any) -> Benchmark:
         "concurrency": (1, 3),
         "temperatures": (0.0, 1.0),
         "seconds": 0.0,
+        "least_trials": 2,
     }
     return Benchmark(**(given | changes))
 
@@ -104,8 +105,9 @@ def test_figures_of_a_cell_agree_with_each_other(written):
         for entry in series["by_concurrency"]:
             for point in entry["points"]:
                 found, v = entry["fit"], entry["fit"]["verify_overhead"][point["drafts"]]
-                drafting = found["drafting_fixed"] + point["draft_length"] * found["cost_ratio"]
-                expected = point["acceptance_length"] / (1 + drafting + v)
+                cost_ratio = found["cost_ratios"][point["drafts"]]
+                drafting = found["drafting_fixed"] + point["draft_length"] * cost_ratio
+                expected = point["tokens_per_round"] / (1 + drafting + v)
                 assert point["predicted"] == pytest.approx(expected)
 
 

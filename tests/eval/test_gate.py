@@ -8,41 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import plain_pass, report
+from synthetic import acceptance_report, plain_pass, report
 
 from headstart.eval import gate
 from headstart.eval.gate import Gate
-from headstart.eval.gating.checks import Thresholds
+from headstart.eval.gating.checks import Check, Thresholds
 from headstart.eval.gating.evidence import Report
 from headstart.eval.gating.verdict import Verdict, judge
 from headstart.script import run_script
 
 GOOD = 0.75
-
-
-def acceptance_report(rate: float, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """What eval/acceptance.py says, as far as it is read."""
-    rates = {"value": rate, "low": rate, "high": rate}
-    settings = {
-        "draft_length": 4,
-        "shape": "chain",
-        "temperature": temperature,
-        "acceptance": "exact",
-        "data": "mine.jsonl",
-    }
-    run = {
-        "settings": settings | changes,
-        "overall": {"tokens": 1600, "prompts": 20, "acceptance_rate": rates},
-        "lossless": {"identical": 20, "ties": 0, "different": 0, "prompts": 20},
-        "replay": {"all": {"acceptance_rate": rates}},
-    }
-    return {
-        "schema": 1,
-        "drafter": {"fingerprint": "d"},
-        "verifier": {"name": "verifier", "fingerprint": "v"},
-        "runs": [run],
-        "speed": [],
-    }
 
 
 def verdict(*reports: dict[str, Any], **thresholds: Any) -> Verdict:
@@ -53,6 +28,11 @@ def verdict(*reports: dict[str, Any], **thresholds: Any) -> Verdict:
 def reasons(found: Verdict) -> dict[str, str]:
     """Of the checks that decided."""
     return {check.name: check.reason for check in found.checks if check.result == found.value}
+
+
+def of(found: Verdict, name: str) -> Check:
+    (check,) = [check for check in found.checks if check.name == name]
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +46,15 @@ def good() -> dict[str, Any]:
 def test_good_drafter_is_shipped(good):
     found = verdict(good, acceptance_report(GOOD), concurrency=1)
     assert (found.value, found.code, found.drafts) == ("ship", 0, "chain:4")
-    assert {check.result for check in found.checks} == {"ok"} and len(found.checks) == 9
+    assert {check.result for check in found.checks} == {"ok"} and len(found.checks) == 10
 
 
 def test_untrained_drafter_is_switched_off_and_is_to_be_trained():
     found = verdict(report(0.01), acceptance_report(0.01), concurrency=1)
     assert (found.value, found.code) == ("switch off", 4)
-    assert list(reasons(found)) == ["draft efficiency above break-even"]
-    (rate,) = [check for check in found.checks if check.name == "acceptance rate α"]
-    assert rate.result == "tune" and "0.010 is below 0.55" in rate.reason
-    assert "train a domain drafter" in rate.reason
+    assert list(reasons(found)) == ["speed against plain decoding", "acceptance rate α"]
+    rate = reasons(found)["acceptance rate α"]
+    assert "is below 0.55: switch off" in rate and "or train a domain drafter" in rate
 
 
 def test_good_drafter_past_break_even_is_switched_off(good):
@@ -85,7 +64,8 @@ def test_good_drafter_past_break_even_is_switched_off(good):
     point = max(
         good["series"][0]["by_concurrency"][-1]["points"], key=lambda p: p["measured"]["value"]
     )
-    assert f"{point['draft_efficiency']:.3f} against {point['breakeven_efficiency']:.3f}" in reason
+    assert f"draft efficiency {point['draft_efficiency']:.3f}" in reason
+    assert f"break-even {point['breakeven_efficiency']:.3f}" in reason
     assert verdict(good, acceptance_report(GOOD), concurrency=16).value == "ship"
 
 
@@ -130,7 +110,7 @@ def test_limit_that_plain_decoding_breaks_is_not_the_drafter_s_doing(good):
 
 def test_rate_of_the_benchmark_stands_in_where_there_is_no_acceptance_report(good):
     (rate,) = [c for c in verdict(good).checks if c.name == "acceptance rate α"]
-    assert rate.result == "ok" and "the benchmark, chain:4" in rate.reason
+    assert rate.result == "ok" and rate.source == "0.json, chain:4"
     (rate,) = [c for c in verdict(report(0.3)).checks if c.name == "acceptance rate α"]
     assert rate.result == "tune" and rate.reason.startswith("0.3")
 
@@ -138,10 +118,11 @@ def test_rate_of_the_benchmark_stands_in_where_there_is_no_acceptance_report(goo
 def test_shorter_drafts_than_served_that_pay_are_named(good):
     slow = copy.deepcopy(good)
     entry = slow["series"][0]["by_concurrency"][0]
-    entry["points"][2]["draft_efficiency"] = entry["points"][2]["breakeven_efficiency"] - 0.01
+    entry["points"][2]["measured"] = {"value": 0.9, "low": 0.85, "high": 0.95}
     found = verdict(slow, acceptance_report(GOOD), drafts="chain:4")
     assert found.value == "tune"
-    assert "chain:2 pays" in reasons(found)["draft efficiency above break-even"]
+    assert "chain:2 pays" in reasons(found)["speed against plain decoding"]
+    assert verdict(slow, acceptance_report(GOOD)).drafts == "chain:2"  # the fastest that pays
 
 
 # ---- the other checks ----------------------------------------------------------------------------
@@ -152,7 +133,7 @@ def test_shorter_drafts_than_served_that_pay_are_named(good):
     [
         ({}, {"temperature": 0.7}, "temperature", "0.7 is above the highest measured, 0"),
         ({}, {"min_answer_tokens": 1e6}, "answer length", "not above 1e+06"),
-        ({"rate": 0.5}, {}, "acceptance rate α", "0.500 is below 0.55"),
+        ({"rate": 0.5}, {}, "acceptance rate α", "0.500 [0.500, 0.500] is below 0.55"),
         ({}, {"min_acceptance_rate": 0.9}, "acceptance rate α", "is below 0.9"),
     ],
 )
@@ -168,7 +149,7 @@ def test_small_verifier_needs_a_measured_gain(good):
     assert verdict(small, acceptance_report(GOOD)).value == "ship"  # it gains
     for entry in small["series"][0]["by_concurrency"]:
         for point in entry["points"]:
-            point["measured"]["value"] = None
+            point["measured"] = {"value": None, "low": None, "high": None}
     found = verdict(small, acceptance_report(GOOD), drafts="chain:4")
     assert "135M parameters, below 3B" in reasons(found)["verifier's size"]
 
@@ -206,19 +187,40 @@ def test_what_was_not_measured_is_not_taken_as_good(good):
 
 
 def test_an_acceptance_report_alone_speaks_for_concurrency_one_only():
+    """And knows no P99, so it never ships."""
     alone = acceptance_report(GOOD)
     speed = {
         "draft_length": 4, "shape": "chain", "measured": 1.6, "low": 1.5, "high": 1.7,
-        "cost_ratio": 0.05, "verify_overhead": 0.3, "acceptance_length": 2.6,
+        "cost_ratio": 0.04, "drafting_fixed": 0.04, "verify_overhead": 0.3, "prompts": 12,
+        "seconds": 60.0, "acceptance_length": 2.6,
     }  # fmt: skip
     alone["speed"] = [speed]
     found = verdict(alone)
-    assert found.value == "ship"
-    (even,) = [c.reason for c in found.checks if c.name == "draft efficiency above break-even"]
-    assert even == "0.400 against 0.125, 1.60 [1.50, 1.70] times plain decoding"
-    assert verdict(alone, concurrency=2).value == "tune"
-    alone["speed"] = [speed | {"measured": 0.7, "acceptance_length": 1.2}]
+    assert found.value == "tune" and list(reasons(found)) == ["P99 inter-token latency"]
+    said = of(found, "speed against plain decoding").reason
+    assert said == (
+        "1.60 [1.50, 1.70] times plain decoding with chain:4; draft efficiency 0.400, break-even "
+        "0.125"
+    )
+    assert of(verdict(alone, concurrency=2), "speed against plain decoding").result == "tune"
+    alone["speed"] = [speed | {"measured": 0.7, "low": 0.6, "high": 0.8}]
     assert verdict(alone).value == "switch off"
+
+
+def test_an_earlier_acceptance_report_is_judged_by_its_number_of_prompts():
+    """It has one cost for each K, and stands without the number beside its interval."""
+    earlier = acceptance_report(GOOD)
+    earlier["speed"] = [{
+        "draft_length": 4, "shape": "chain", "measured": 1.6, "low": 1.5, "high": 1.7,
+        "cost_ratio": 0.05, "verify_overhead": 0.3, "acceptance_length": 2.6,
+    }]  # fmt: skip
+    for prompts, result in ((12, "ok"), (4, "tune")):
+        earlier["provenance"] = {"recipe": {"speed_prompts": prompts}}
+        assert of(verdict(earlier), "speed against plain decoding").result == result
+    assert (
+        "4 more prompts give an interval"
+        in of(verdict(earlier), "speed against plain decoding").reason
+    )
 
 
 def test_a_workload_is_looked_for_in_benchmarks_only():
@@ -226,10 +228,11 @@ def test_a_workload_is_looked_for_in_benchmarks_only():
         verdict(acceptance_report(GOOD), workload="nope")
 
 
-def test_nearest_measured_concurrency_above_stands_in(good):
-    found = verdict(good, acceptance_report(GOOD), concurrency=20)
-    assert found.value == "switch off"
-    assert "at concurrency 64, the nearest measured" in next(iter(reasons(found).values()))
+def test_another_concurrency_than_the_wanted_one_decides_nothing(good):
+    for at in (2, 20):  # measured at 4, where it pays, and at 64, where it costs
+        found = verdict(good, acceptance_report(GOOD), concurrency=at)
+        assert found.value == "tune"
+        assert f"measure it at {at}" in reasons(found)["speed against plain decoding"]
 
 
 def test_traffic_may_be_named_by_its_data(good):
