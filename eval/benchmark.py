@@ -63,7 +63,7 @@ class Benchmark:
     draft_lengths: tuple[int, ...] = (1, 2, 4, 8)
     """K of each chain; of a server, its own drafts say it."""
     trees: list[str] = field(default_factory=list)
-    """Trees too: dynamic:depth=5,top_k=10,total=60, static:4x2x2 or static:paths.json."""
+    """Trees too: dynamic:depth=5,top_k=10,total=60, eagle2, static:4x2x2 or static:paths.json."""
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Answers written at the same time."""
     workloads: list[Workload] = field(default_factory=lambda: [Workload()])

@@ -84,8 +84,9 @@ class Measurement:
     draft_length: int = 4
     """K, of replay and decoding with a chain."""
     tree: str | None = None
-    """Measure a tree too: dynamic:depth=5,top_k=10,total=60; static:4x2x2 or static:paths.json;
-    or optimal:60, the best tree of so many nodes for this drafter."""
+    """Measure a tree too: dynamic:depth=5,top_k=10,total=60, which is dynamic alone, or eagle2, the
+    published dynamic:depth=8,top_k=10,total=59; static:4x2x2 or static:paths.json; or optimal:60,
+    the best tree of so many nodes for this drafter, fitted to answers that are not decoded."""
     decode_prompts: int = 24
     """Prompts decoded for real, dealt evenly over the categories; 0: all."""
     speed_prompts: int = 12

@@ -196,7 +196,14 @@ def check(drafter: Drafter, settings: Acceptance) -> None:
 
 
 def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> list[Shape]:
-    """The tree asked for, if any; an optimal one is fitted to the first run's answers."""
+    """The tree asked for, if any.
+
+    An optimal one is fitted to the first run's answers, but for those whose prompts are decoded in
+    some run: measured on what it was fitted to, it would seem better than it is.
+
+    Raises:
+        ValueError: no answer is left to fit it to.
+    """
     if settings.tree is None:
         return []
     budget = trees.optimal_budget(settings.tree)
@@ -206,7 +213,15 @@ def tree_of(drafter: Drafter, settings: Acceptance, rows: list[list[Row]]) -> li
     depth, ranks = trees.OPTIMAL_BOUNDS
     if drafter.max_depth is not None:
         depth = min(depth, drafter.max_depth)
-    by_rank = rank_acceptance(drafter, rows[0], featurize, depth, ranks)
+    decoded = {row.id for read in rows for row in pick(read, settings.decode_prompts)}
+    others = [row for row in rows[0] if row.id not in decoded]
+    if not others:
+        raise ValueError(
+            f"decode_prompts {settings.decode_prompts} leaves none of {settings.runs[0].data}'s "
+            f"answers to fit tree {settings.tree!r} to, which must not be measured on what it is "
+            "fitted to; lower it"
+        )
+    by_rank = rank_acceptance(drafter, others, featurize, depth, ranks)
     return [trees.optimal(budget, by_rank)]
 
 

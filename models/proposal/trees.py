@@ -70,7 +70,7 @@ class Dynamic:
 
     Every level expands the `top_k` nodes of the level above with the highest cumulative draft
     probability; of all nodes seen, the `total` most probable are kept. `depth` counts levels of
-    drafts (the original code's depth counts expansions, one less).
+    drafts, `total` drafts. The defaults are headstart's own; the published ones are `EAGLE2`.
     """
 
     depth: int = 5
@@ -100,6 +100,10 @@ class Dynamic:
         """The same: which nodes are kept must not depend on how long other rows still are."""
         return self
 
+
+EAGLE2 = Dynamic(depth=8, top_k=10, total=59)
+"""The setting of EAGLE-2's authors, by the name `eagle2`. Their code says depth 7 and 60 nodes: its
+depth leaves out the first level, and its nodes count the root."""
 
 Shape = Tree | Dynamic
 
@@ -238,7 +242,8 @@ def optimal_budget(text: str) -> int | None:
 
 def parse(text: str) -> Shape:
     """A shape from its name: `chain:4`, `static:4x2x2`, `static:paths.json` (a list of paths of
-    ranks, as Medusa's), or `dynamic:depth=5,top_k=10,total=60`.
+    ranks, as Medusa's), `dynamic:depth=5,top_k=10,total=60` (these numbers are headstart's own, and
+    the default), or `eagle2`, the published `dynamic:depth=8,top_k=10,total=59`.
 
     Raises:
         ValueError: another name, or numbers that make no tree.
@@ -253,6 +258,8 @@ def _parse(text: str) -> Shape:
     kind, _, rest = text.partition(":")
     if kind == "chain" and rest.isdecimal():
         return chain(int(rest))
+    if text == "eagle2":
+        return EAGLE2
     if kind == "dynamic":
         return options(text, Dynamic)
     if kind == "static" and re.fullmatch(r"\d+(x\d+)*", rest):
@@ -271,7 +278,7 @@ def _parse(text: str) -> Shape:
             )
         return static(paths, text)
     raise ValueError(
-        "not known; pass dynamic:depth=5,top_k=10,total=60, static:4x2x2, "
+        "not known; pass dynamic:depth=5,top_k=10,total=60, eagle2, static:4x2x2, "
         "static:paths.json or optimal:60"
     )
 

@@ -14,6 +14,7 @@ from workplace import make as make_workplace
 
 from headstart.data.rows.row import Row
 from headstart.eval import acceptance
+from headstart.eval.decoding import trial
 from headstart.eval.decoding.trial import pick
 from headstart.eval.measures.intervals import LEAST_PROMPTS
 from headstart.eval.reports import measuring, report
@@ -325,6 +326,34 @@ def test_labels_of_the_picture_say_lossy(lossy_report, tmp_path, monkeypatch):
         assert [LOSSY in label for label in labels] == [True, True, False, False]
         assert "exact chains by replay" in axes.get_title()
     assert third.get_legend().get_title().get_text() == LOSSY
+
+
+# ---- an optimal tree ---------------------------------------------------------------------------
+
+
+def test_an_optimal_tree_is_fitted_to_answers_that_are_not_decoded(
+    workplace, tmp_path, monkeypatch
+):
+    fitted, decoded = [], []
+    really, decode = measuring.rank_acceptance, trial.decode
+
+    def spied(drafter: Any, rows: list[Row], *others: Any) -> torch.Tensor:
+        fitted.extend(row.id for row in rows)
+        return really(drafter, rows, *others)
+
+    def watched(verifier: Any, drafter: Any, rows: list[Row], *others: Any) -> Any:
+        decoded.extend(row.id for row in rows)
+        return decode(verifier, drafter, rows, *others)
+
+    monkeypatch.setattr(measuring, "rank_acceptance", spied)
+    monkeypatch.setattr(trial, "decode", watched)
+    report_of(workplace, tmp_path, tree="optimal:5", decode_prompts=4, speed_prompts=1)
+    assert len(fitted) == 5 and len(set(decoded)) == 4 and not set(fitted) & set(decoded)
+
+
+def test_an_optimal_tree_without_other_answers_is_refused(workplace, monkeypatch, capsys):
+    words = ["--tree=optimal:5", "--decode_prompts=0"]
+    assert "decode_prompts 0 leaves none of" in error_of(workplace, monkeypatch, capsys, *words)
 
 
 # ---- drafters of a few heads -------------------------------------------------------------------

@@ -175,6 +175,28 @@ def test_noise_in_a_later_rank_makes_no_gap():
     assert paths_of(tree) == [(0,), (1,), (2,)]
 
 
+def measured(truth: torch.Tensor, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Shares of the ranks of `number` drafts at each depth, drawn from the true ones."""
+    rest = 1 - truth.sum(1, keepdim=True)  # none of the ranks
+    drawn = torch.multinomial(torch.cat([truth, rest], 1), number, True, generator=generator)
+    counts = torch.stack([row.bincount(minlength=truth.shape[1] + 1) for row in drawn])
+    return counts[:, :-1] / number
+
+
+def test_a_tree_promises_too_much_on_what_it_was_fitted_to_and_not_on_the_rest():
+    """What it promises beyond its true expectation, over 300 fits to 100 drafts a depth."""
+    generator = torch.Generator().manual_seed(0)
+    truth = 0.3 * 0.7 ** torch.arange(10.0).expand(6, 10) * 0.9  # [D, R]
+    own, other = [], []
+    for _ in range(300):
+        here, elsewhere = (measured(truth, 100, generator) for _ in range(2))
+        for tree, excess in ((optimal(20, here), own), (optimal(20, elsewhere), other)):
+            excess.append(expected_accepted(tree, here) - expected_accepted(tree, truth))
+    own_excess, other_excess = torch.tensor(own), torch.tensor(other)
+    assert own_excess.mean() > max(0.03, 3 * own_excess.std() / 300**0.5)
+    assert abs(other_excess.mean()) < 3 * other_excess.std() / 300**0.5
+
+
 # ---- names -------------------------------------------------------------------------------------
 
 
@@ -187,6 +209,12 @@ def test_trees_are_read_from_their_names(tmp_path):
     assert parse(f"static:{file}").parents == (-1, -1, 0)
     for shape in (chain(2), cartesian(2, 2), Dynamic(4, 3, 20)):
         assert parse(shape.name) == shape
+
+
+def test_eagle2_is_the_published_setting_and_not_our_default():
+    """Theirs: 60 nodes with the root, 7 expansions of the first level, 10 a level."""
+    assert parse("eagle2") == Dynamic(depth=7 + 1, top_k=10, total=60 - 1) != parse("dynamic")
+    assert parse("eagle2").name == "dynamic:depth=8,top_k=10,total=59"
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}', "[0, 1]", '["a"]', "null", "[[", "\udcff"])
