@@ -169,11 +169,13 @@ def spec_step(q: Law, p: Law, N: int, kv: KVCache, rng: Any) -> tuple[list[int],
     """One round on laws instead of models, in plain steps: draft N tokens, verify, roll back.
 
     Follows Leviathan et al. 2023, algorithm 1, whose names for the two laws are the other way
-    round. It is what `generate` does for a chain, without batch, cache or tree.
+    round. It is what `generate` does for a chain, without batch, cache or tree. V is the size of
+    the vocabulary, the same for both laws.
 
     Args:
-        q: the verifier's law: a function from a text to probabilities [V], or these themselves.
-        p: the drafter's.
+        q: the verifier's law: a function from a text (list of ids) to probabilities [V], summing to
+            1, as a list, array or tensor; or these themselves, the same after every text.
+        p: the drafter's, likewise.
         N: draft length, 1 or more.
         kv: the text so far; afterwards the emitted tokens are in it, but for the last, which no
             pass has read yet. So the caller hands it in again at the end of the next `kv`:
@@ -182,8 +184,8 @@ def spec_step(q: Law, p: Law, N: int, kv: KVCache, rng: Any) -> tuple[list[int],
             `numpy.random.default_rng(0)` or `random.Random(0)`.
 
     Returns:
-        the emitted tokens, 1 … N+1, distributed as if drawn from q one by one; and the number of
-        verifier passes, 1.
+        (tokens, passes): the ids emitted, a list of 1 … N+1, distributed as if drawn from q one by
+        one; and the number of verifier passes, 1.
 
     Raises:
         ValueError: N below 1.

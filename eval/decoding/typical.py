@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headstart.eval.decoding.rejection import Verdict
 from headstart.models.proposal.proposal import Proposal
@@ -45,8 +46,9 @@ def verify_typical(
 ) -> Verdict:
     """A draft x after law q is kept if q(x) > min(epsilon, delta · exp(−H(q))); lossy.
 
-    Of the paths whose drafts are all kept the longest wins, of equally long ones that whose end
-    comes first. The token after it is drawn from the law there. How drafts were drawn plays no
+    Of the paths whose drafts are all kept the longest wins, of equally long ones the likeliest to
+    the verifier (as in the authors' code), of equally likely ones that whose end comes first. The
+    token after it is drawn from the law there. How drafts were drawn plays no
     part. At temperature 0 laws are point masses, and only the argmax passes: the exact rule.
 
     Args:
@@ -58,14 +60,21 @@ def verify_typical(
     entropy = torch.special.entr(q).sum(-1)
     least = (settings.delta * (-entropy).exp()).clamp(max=settings.epsilon)  # [B, N+1]
     above = proposal.parents + 1
-    likely = q[rows[:, None], above, proposal.tokens] > least.gather(1, above)
+    drafted = q[rows[:, None], above, proposal.tokens]  # [B, N]
+    likely = drafted > least.gather(1, above)
     kept = torch.cat([torch.ones_like(rows, dtype=torch.bool)[:, None], likely & proposal.real], 1)
 
     upwards = tree_attention_mask(proposal.parents)  # a node sees itself and its ancestors
     levels = upwards.sum(-1) - 1  # [B, N+1] 0 for the root
     whole = (kept[:, None] | ~upwards).all(-1)
     lengths = levels.masked_fill(~whole, 0)
-    end = lengths.argmax(1)  # the first of equals
+    # an impossible draft is on no whole path; the clamp keeps 0 · log 0 out of the sums
+    surprisal = torch.nn.functional.pad(
+        -drafted.clamp(min=torch.finfo(q.dtype).tiny).log(), (1, 0)
+    )  # [B, N+1]
+    along = (upwards * surprisal[:, None]).sum(-1)
+    longest = lengths == lengths.max(1, keepdim=True).values
+    end = along.masked_fill(~longest, torch.inf).argmin(1)  # the first of equals
     numbers = torch.arange(ROOT, q.shape[1] - 1, device=q.device).expand_as(levels)
     # a node of the path goes to its level's column, every other one to the root's, which is cut off
     column = levels.masked_fill(~upwards[rows, end], 0)

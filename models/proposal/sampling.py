@@ -6,6 +6,7 @@ Legend: V vocabulary; leading dimensions are free.
 from dataclasses import dataclass
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 _LIKELIEST = 1024  # tokens among which a nucleus is looked for first
@@ -88,12 +89,15 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return index[..., 0].clamp(max=probs.shape[-1] - 1)
 
 
-def residual(q: Tensor, p: Tensor) -> Tensor:
+def residual(q: Tensor | ArrayLike, p: Tensor | ArrayLike) -> Tensor:
     """What is left of the verifier's q after drafts from p: (q − p)₊, normalised. `[..., V]`.
+
+    Both are tensors, or arrays or lists of numbers.
 
     q is the verifier, p the drafter (Leviathan et al. 2023 name them the other way round). Where
     rounding leaves nothing, q itself: then p = q and a rejection has probability zero.
     """
+    q, p = torch.as_tensor(q), torch.as_tensor(p)
     left = (q - p).clamp(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total.clamp(min=1e-45), q)

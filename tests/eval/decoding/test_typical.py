@@ -64,9 +64,11 @@ def random_trees(rows: int, count: int, width: int, distinct: bool) -> Proposal:
 
 
 def in_plain_loops(q, proposal: Proposal, row: int, settings: Typical) -> list[int]:
-    """The nodes of the longest path whose drafts are all typical, of equal ones the first."""
+    """The nodes of the longest path whose drafts are all typical, of equally long ones the
+    likeliest, of equals the first."""
     best: list[int] = []
     paths = {-1: []}
+    chances = {-1: 1.0}
     for node, token in enumerate(proposal.tokens[row].tolist()):
         parent = int(proposal.parents[row, node])
         if parent not in paths or not proposal.real[row, node]:
@@ -75,7 +77,9 @@ def in_plain_loops(q, proposal: Proposal, row: int, settings: Typical) -> list[i
         entropy = -sum(p * math.log(p) for p in law if p > 0)
         if law[token] > min(settings.epsilon, settings.delta * math.exp(-entropy)):
             paths[node] = [*paths[parent], node]
-            if len(paths[node]) > len(best):
+            chances[node] = chances[parent] * law[token]
+            ahead = chances[node] > chances[(best or [-1])[-1]] * (1 + 1e-12)
+            if len(paths[node]) > len(best) or (len(paths[node]) == len(best) and ahead):
                 best = paths[node]
     return best
 
@@ -102,7 +106,17 @@ def test_the_longest_typical_path_is_kept(settings, top_k):
     assert {0, 1, 2, 3} <= lengths
 
 
-def test_of_equally_long_paths_the_earliest_wins():
+def test_of_equally_long_paths_the_likeliest_wins():
+    """Two drafts after the root, the second of them likelier."""
+    proposal = Proposal(
+        torch.tensor([[0, 1]]), torch.tensor([[-1, -1]]), torch.ones(1, 2).bool(), None, None
+    )
+    q = torch.tensor([0.4, 0.6]).expand(1, 3, 2)
+    path, number, _ = verify_typical(q, proposal, torch.zeros(1, 3), 1, MEDUSA)
+    assert path.tolist() == [[1]] and number.tolist() == [1]
+
+
+def test_of_equally_long_and_likely_paths_the_earliest_wins():
     """Nodes 0 and 1 after the root, 2 after 1 and 3 after 0; all are typical."""
     tokens, parents = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[-1, -1, 1, 0]])
     proposal = Proposal(tokens, parents, torch.ones(1, 4, dtype=torch.bool), None, None)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,12 @@ def test_draw_follows_its_law():
 def test_residual_is_the_normalised_positive_part():
     q, p = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     torch.testing.assert_close(residual(q, p), torch.tensor([0.75, 0.25, 0.0]))
+
+
+def test_residual_takes_arrays_and_lists():
+    q, p = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    for one, other in ((q, p), (q.tolist(), p.tolist()), (q, torch.tensor(p))):
+        assert residual(one, other).tolist() == pytest.approx([0.75, 0.25, 0.0])
 
 
 def test_residual_of_equal_laws_is_the_law_itself():
