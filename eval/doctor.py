@@ -32,6 +32,7 @@ from headstart.data.states.featurize import Featurizer
 from headstart.eval.health import checks, probe
 from headstart.eval.health.patient import CHECKS, Finding, Patient
 from headstart.eval.measures.counts import summarise
+from headstart.eval.measures.intervals import LEAST_PROMPTS
 from headstart.eval.measures.replay import replay_rows
 from headstart.models import saved
 from headstart.models.drafters.eagle3 import LAYERS, check_layers, with_layer_ids
@@ -303,15 +304,14 @@ def acceptance(
             )
         ]  # fmt: skip
     now = measured["acceptance_length"]
-    if recorded is not None and now["high"] is not None:
+    if recorded is not None and now["value"] is not None:
         then = recorded["acceptance_length"]
-        if then["low"] is not None and now["high"] < then["low"]:
+        if then["value"] is not None and _fell(measured, recorded):
             return [
                 Finding(
                     "defect", "acceptance",
-                    f"acceptance length {now['value']:.2f} [{now['low']:.2f}, {now['high']:.2f}], "
-                    f"training reported {then['value']:.2f} [{then['low']:.2f}, "
-                    f"{then['high']:.2f}] on the same data",
+                    f"acceptance length {_interval(now)}, training reported {_interval(then)} on "
+                    "the same data",
                     "that much of the speedup is lost",
                     "mend what is named above" if named else "something was changed after "
                     "training that no other reading explains: go back to the run's checkpoint",
@@ -327,6 +327,29 @@ def acceptance(
             )
         ]  # fmt: skip
     return []
+
+
+def _fell(measured: dict[str, Any], recorded: dict[str, Any]) -> bool:
+    """By the intervals; of too few prompts for one, to less than half."""
+    high, low = _bound(measured, "high"), _bound(recorded, "low")
+    if high is None or low is None:
+        now, then = (m["acceptance_length"]["value"] for m in (measured, recorded))
+        return now - 1 < (then - 1) / 2
+    return high < low
+
+
+def _bound(found: dict[str, Any], which: str) -> float | None:
+    """Of the acceptance length; where enough prompts all say the same, that."""
+    length = found["acceptance_length"]
+    if length[which] is None and found["prompts"] >= LEAST_PROMPTS:
+        return length["value"]
+    return length[which]
+
+
+def _interval(length: dict[str, Any]) -> str:
+    if length["low"] is None:
+        return f"{length['value']:.2f}"
+    return f"{length['value']:.2f} [{length['low']:.2f}, {length['high']:.2f}]"
 
 
 # ---- script ------------------------------------------------------------------------------------

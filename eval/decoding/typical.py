@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from headstart.eval.decoding.rejection import Verdict
 from headstart.models.proposal.proposal import Proposal

@@ -211,7 +211,8 @@ def notes() -> str:
     """How the table is to be read."""
     lines = [
         "τ counts the verifier's own token: 1 + accepted / rounds. Brackets are 95 % intervals, by "
-        f"studentised bootstrap over prompts. {report.NO_INTERVAL}",
+        f"studentised bootstrap over prompts (earlier reports: its percentiles). "
+        f"{report.NO_INTERVAL}",
         "Chain τ from replay: over every prompt's answer, as the verifier wrote it. From decoding: "
         "of lookups and lossy rules, which have no replay, over the prompts decoded for real.",
         "Best speedup: against plain decoding in the same run, prompts interleaved, one at a time; "

@@ -233,16 +233,31 @@ def test_an_earlier_report_may_lack_the_tree_or_have_one_too_many(workplace, wri
     changes = {"out": str(tmp_path / "all"), "speed_draft_lengths": (), "drafters": [str(out)]}
     compare.run(compare_settings(workplace, **changes))
     text = (tmp_path / "all" / "compare.md").read_text()
-    assert (
-        "τ tree" not in text
-        and "| fixed cost" not in text
-        and (tmp_path / "all/compare.png").exists()
-    )
+    assert "τ tree" not in text and "| fixed cost" not in text
+    assert (tmp_path / "all/compare.png").exists()
     changes = {"out": str(tmp_path / "no"), "tree": None, "drafters": [str(written[1] / "one")]}
     compare.run(compare_settings(workplace, **changes))
     [row] = json.loads((tmp_path / "no" / "compare.json").read_text())["drafters"]
     assert row["laws"][0]["tree"] is None and row["lossless"]["prompts"] == 3
     assert {entry["shape"] for entry in row["speed"]} == {"chain"}
+
+
+def test_a_report_of_before_is_compared_with_its_one_cost(workplace, written, tmp_path):
+    """Its speed had one cost for each K, no tokens a pass and no number of prompts."""
+    before = tmp_path / "before"
+    before.mkdir()
+    result = json.loads((written[1] / "one" / "report.json").read_text())
+    for entry in result["speed"]:
+        for name in ("prompts", "seconds", "drafting_fixed", "tokens_per_round"):
+            del entry[name]
+        entry |= {"low": 0.5, "high": 2.0, "cost_ratio": 0.25}
+    for name in ("hidden_size", "mtp_modules"):
+        del result["verifier"][name]
+    (before / "report.json").write_text(json.dumps(result))
+    changes = {"out": str(tmp_path / "all"), "drafters": [str(before)]}
+    compare.run(compare_settings(workplace, **changes))
+    text = (tmp_path / "all" / "compare.md").read_text()
+    assert "| 0.250 at K = 3 |" in text and " [0.50, 2.00], " in text
 
 
 # ---- refusals ----------------------------------------------------------------------------------

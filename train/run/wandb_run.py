@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     steps = [line["step"] for line in known]
     tau = [line["validation"]["acceptance_length"] for line in known]
     over.plot(steps, [t["value"] for t in tau], "o-")
-    over.fill_between(steps, [t["low"] for t in tau], [t["high"] for t in tau], alpha=0.2)
+    # nothing is drawn where there is no interval
+    low, high = ([nan if t[bound] is None else t[bound] for t in tau] for bound in ("low", "high"))
+    over.fill_between(steps, low, high, alpha=0.2)
     over.set(title="replayed τ, T = 0", xlabel="step")
     for line in {id(line): line for line in (lines[0], lines[-1])}.values():
         conditional = line["validation"]["conditional"]
