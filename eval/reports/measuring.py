@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from headstart.data.conversations.law import Law
@@ -17,6 +18,7 @@ from headstart.eval.measures.quality import Quality, compare_verifiers
 from headstart.eval.measures.replay import rank_acceptance, replay_rows
 from headstart.eval.reports import report
 from headstart.eval.reports.measurement import Measurement, RunSettings
+from headstart.eval.reports.progress import Progress, identity
 from headstart.models import loading, saved
 from headstart.models.drafter import (
     Drafter,
@@ -250,7 +252,8 @@ def size_of(verifier: Verifier) -> dict[str, Any]:
 
 
 def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[str, Any]:
-    """The report's content, printed as it grows."""
+    """The report's content, printed as it grows; runs that a stopped measurement with the same
+    settings has finished are taken from `settings.out`."""
     check(drafter, settings)
     trainable = isinstance(drafter, TrainableDrafter)
     rows = [read_rows(verifier, one, settings) for one in settings.runs]
@@ -260,9 +263,14 @@ def measure(settings: Acceptance, verifier: Verifier, drafter: Drafter) -> dict[
     if quality is not None:
         print(f"\n{quality.line()}", flush=True)
     shapes = [trees.chain(settings.draft_length), *tree]
+    fingerprints = [verifier.fingerprint(), fingerprint_of(drafter)]
+    done = Progress(Path(settings.out), identity(settings, fingerprints, rows, shapes))
     runs = []
-    for one, read in zip(settings.runs, rows, strict=True):
-        entries = measure_run(verifier, drafter, one, read, shapes, settings)
+    for number, (one, read) in enumerate(zip(settings.runs, rows, strict=True)):
+        entries = done.of(number)
+        if entries is None:
+            entries = measure_run(verifier, drafter, one, read, shapes, settings)
+            done.ended(number, entries)
         runs += entries
         report.print_law(entries)
     speed = measure_speed(verifier, drafter, rows[0], tree, settings)

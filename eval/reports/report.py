@@ -13,6 +13,7 @@ from typing import Any
 
 from headstart.eval.measures.intervals import LEAST_PROMPTS
 from headstart.eval.measures.quality import Quality
+from headstart.eval.reports import progress
 from headstart.script import ROOT
 
 NO_SPEED = "Speed was not measured."
@@ -82,6 +83,7 @@ def write(result: dict[str, Any], out: Path) -> None:
         temporary = out / ".report.json.partial"
         temporary.write_text(json.dumps(result, indent=1) + "\n")
         temporary.replace(out / "report.json")
+        (out / progress.FILE).unlink(missing_ok=True)
         write_markdown(result, out / "report.md")
         plot(result, out / "acceptance.png")
     except OSError as error:

@@ -17,7 +17,7 @@ from headstart.eval import acceptance
 from headstart.eval.decoding import trial
 from headstart.eval.decoding.trial import pick
 from headstart.eval.measures.intervals import LEAST_PROMPTS
-from headstart.eval.reports import measuring, report
+from headstart.eval.reports import measuring, progress, report
 from headstart.eval.reports.measurement import RunSettings
 from headstart.eval.reports.measuring import Acceptance
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
@@ -663,3 +663,50 @@ def test_a_tuned_verifier_is_compared_with_the_original_and_replays_its_own_text
                 same = entry["replay"]["same_prompts"]["acceptance_length"]
                 assert same["value"] == entry["overall"]["acceptance_length"]["value"]
                 assert entry["lossless"]["different"] == 0
+
+
+# ---- a stopped report --------------------------------------------------------------------------
+
+
+def without_times(value: Any) -> Any:
+    """A report's numbers that are the same in every run."""
+    if isinstance(value, dict):
+        dropped = ("seconds", "decoding_seconds", "time", "command", "provenance", "speed", "out")
+        return {k: without_times(v) for k, v in value.items() if k not in dropped}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def test_a_stopped_report_goes_on_and_measures_no_run_twice(
+    workplace: Path, written: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    asked: list[float] = []
+    measure_run = measuring.measure_run
+
+    def counted(verifier: Any, drafter: Any, run: RunSettings, *rest: Any) -> Any:
+        asked.append(run.temperature)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return measure_run(verifier, drafter, run, *rest)
+
+    settings = run_settings(workplace, out=str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "measure_run", counted)
+        with pytest.raises(KeyboardInterrupt):
+            acceptance.run(settings)
+        assert not (tmp_path / "report.json").exists() and (tmp_path / progress.FILE).exists()
+        acceptance.run(settings)
+    assert asked == [0.0, 1.0, 1.0]
+    result = json.loads((tmp_path / "report.json").read_text())
+    assert without_times(result) == without_times(written[0])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "acceptance.png", "report.json", "report.md",
+    ]  # fmt: skip
+
+
+def test_runs_of_other_settings_are_not_taken_over(tmp_path: Path) -> None:
+    done = progress.Progress(tmp_path, "one")
+    done.ended(0, [{"a": 1}])
+    assert progress.Progress(tmp_path, "one").of(0) == [{"a": 1}]
+    assert progress.Progress(tmp_path, "other").of(0) is None
+    (tmp_path / progress.FILE).write_text('{"identity": "one", "runs"')
+    assert progress.Progress(tmp_path, "one").of(0) is None
