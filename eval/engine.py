@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from headstart.data.rows import rendering
 from headstart.data.rows.row import Row
+from headstart.eval.decoding.prompts import read_prompts
 from headstart.eval.decoding.trial import pick, prompt_of
 from headstart.eval.engines import commands, metrics
 from headstart.eval.engines import report as engine_report
@@ -36,6 +36,7 @@ from headstart.lock import only_writer
 from headstart.models.drafter import TrainableDrafter, check_depth
 from headstart.models.loading import load_pair
 from headstart.models.verifier.verifier import Verifier
+from headstart.script import named
 
 SETTLING_SECONDS = 10  # a server's counters follow its answer
 
@@ -111,7 +112,7 @@ class Compare(Served):
     plain: str | None = None
     """Address of one without drafts, beside `server`: for losslessness and speed."""
     prompts: str = "data/smollm2/eval.jsonl"
-    """Conversations; what comes before their first answer is continued."""
+    """Conversations, answered or not; what comes before their first answer is continued."""
     num_prompts: int = 20
     """Dealt evenly over the categories; 0: all."""
     categories: list[str] | None = None
@@ -180,9 +181,8 @@ def chosen_rows(settings: Compare, verifier: Verifier) -> list[Row]:
     Raises:
         ValueError: data that cannot be read, or none of these categories.
     """
-    rows, _ = rendering.render_all(
-        settings.prompts, verifier.tokenizer, verifier.terminator_ids, settings.max_length
-    )
+    with named("prompts"):
+        rows = read_prompts(verifier, settings.prompts, settings.max_length)
     if settings.categories is not None:
         rows = [row for row in rows if row.category in settings.categories]
     if not rows:

@@ -13,12 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
-from headstart.data.conversations import reading
-from headstart.data.rows import rendering
 from headstart.data.rows.row import Row
-from headstart.data.rows.template import template_ids
 from headstart.eval.decoding import tasks, trial
 from headstart.eval.decoding.lossless import (
     SIGNIFICANCE,
@@ -28,6 +23,7 @@ from headstart.eval.decoding.lossless import (
     next_token_test,
     together,
 )
+from headstart.eval.decoding.prompts import read_prompts
 from headstart.eval.decoding.trial import prompt_of
 from headstart.eval.reports import report
 from headstart.models.drafter import Drafter
@@ -36,7 +32,6 @@ from headstart.models.proposal import trees
 from headstart.models.proposal.proposal import Drafting
 from headstart.models.proposal.sampling import Sampling, check_seed, mix
 from headstart.models.proposal.trees import Shape
-from headstart.models.verifier.outline import first_line
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import named
 
@@ -112,34 +107,6 @@ class Losslessness:
             )
         if self.tree is not None:
             trees.parse(self.tree)
-
-
-def read_prompts(verifier: Verifier, source: str, max_length: int) -> list[Row]:
-    """The rows of every conversation; of one without an answer its prompt, nothing supervised.
-
-    Raises:
-        ValueError: data that cannot be read, or nothing in it to continue.
-    """
-    rows, tokenizer = [], verifier.tokenizer
-    for one in reading.read(source):
-        if one.messages and one.asked() == one.messages:
-            kwargs = one.chat_template_kwargs or {}
-            try:
-                ids = template_ids(tokenizer, one.messages, one.tools, kwargs)
-            except (TemplateError, TypeError) as error:
-                raise ValueError(
-                    f"row {one.id!r}: the chat template refuses it: {first_line(error)}"
-                ) from error
-            if len(ids) <= max_length:
-                rows.append(Row(ids, [0] * len(ids), one.id, one.category))
-        else:
-            made = rendering.render(one, tokenizer, verifier.terminator_ids, max_length)
-            rows += [row for row in made if not row.empty]
-    if not rows:
-        raise ValueError(
-            f"{source!r}: nothing to continue, no conversation within max_length = {max_length}"
-        )
-    return rows
 
 
 def greedy_part(

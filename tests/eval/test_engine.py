@@ -16,6 +16,7 @@ from steps import in_steps
 from workplace import make as make_workplace
 
 from headstart.eval import engine
+from headstart.eval.decoding.trial import prompt_of
 from headstart.eval.engine import Compare, Serve
 from headstart.eval.engines import report
 from headstart.eval.engines.parity import Answer, Compared, Deviation, own_answer
@@ -276,3 +277,17 @@ def test_serve_runs_the_command_it_prints(workplace, tmp_path, capsys, monkeypat
     assert environment["LD_PRELOAD"] == str(tmp_path / "engine" / "lib" / "libiomp5.so")
     out = capsys.readouterr().out
     assert out.startswith("LD_PRELOAD=") and out.endswith(shlex.join(words) + "\n")
+
+
+def test_prompts_need_no_answers(workplace: Path, tmp_path: Path) -> None:
+    answered = [json.loads(line) for line in (workplace / "t0.jsonl").read_text().splitlines()]
+    bare = tmp_path / "prompts.jsonl"
+    rows = [row | {"messages": row["messages"][:1]} for row in answered]
+    bare.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verifier = Verifier.load(str(workplace / "verifier"))
+    settings = [
+        engine.Compare(drafter="x", prompts=str(file), num_prompts=0, out=str(tmp_path))
+        for file in (workplace / "t0.jsonl", bare)
+    ]
+    with_answers, without = (engine.chosen_rows(one, verifier) for one in settings)
+    assert [prompt_of(r) for r in without] == [prompt_of(r) for r in with_answers] != []

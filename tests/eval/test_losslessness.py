@@ -10,7 +10,7 @@ from tiny import save as save_verifier
 from tiny import verifier
 
 from headstart.eval import losslessness
-from headstart.eval.decoding import rejection, speculate, trial
+from headstart.eval.decoding import prompts, rejection, speculate, trial
 from headstart.eval.decoding.lossless import chi_square, compare, together
 from headstart.eval.decoding.trial import prompt_of
 from headstart.eval.decoding.typical import Typical
@@ -123,17 +123,17 @@ def settings_of(folder, **changes):
 
 def test_prompts_may_have_answers_or_not(pair, tmp_path):
     made = Verifier.load(str(pair / "verifier"))
-    answered = losslessness.read_prompts(made, str(pair / "prompts.jsonl"), 64)
+    answered = prompts.read_prompts(made, str(pair / "prompts.jsonl"), 64)
     with (tmp_path / "prompts.jsonl").open("w") as file:
         for line in (pair / "prompts.jsonl").read_text().splitlines():
             row = json.loads(line)
             file.write(json.dumps({"id": row["id"], "messages": row["messages"][:1]}) + "\n")
-    bare = losslessness.read_prompts(made, str(tmp_path / "prompts.jsonl"), 64)
+    bare = prompts.read_prompts(made, str(tmp_path / "prompts.jsonl"), 64)
     assert [(r.id, prompt_of(r)) for r in bare] == [(r.id, prompt_of(r)) for r in answered]
     assert len(bare) == 4 and len(prompt_of(bare[0])) < len(answered[0].input_ids)
     assert losslessness.run(settings_of(pair, prompts=str(tmp_path / "prompts.jsonl"), samples=0))
     with pytest.raises(ValueError, match=r"nothing to continue, .* max_length = 2"):
-        losslessness.read_prompts(made, str(tmp_path / "prompts.jsonl"), 2)
+        prompts.read_prompts(made, str(tmp_path / "prompts.jsonl"), 2)
 
 
 @pytest.mark.parametrize("tree", ["static:2x2x1", "dynamic:depth=3,top_k=2,total=6"])
