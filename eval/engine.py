@@ -142,6 +142,7 @@ def started(settings: Compare, stack: ExitStack, verifier: str) -> tuple[str, st
     config = commands.speculative_config(settings.drafter, settings.draft_length)
     arguments = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
     arguments += commands.loader_arguments(settings.drafter)
+    arguments += commands.length_arguments("vllm", settings.drafter, settings.verifier)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     addresses = []
     for name, given in (("drafted", config), ("plain", None)):

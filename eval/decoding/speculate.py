@@ -329,5 +329,5 @@ def _check(
                 raise ValueError(
                     f"prompt {number} has {len(prompt)} tokens; with max_new_tokens "
                     f"{max_new_tokens} that is more than the context of {name}, {limit}; shorten "
-                    "the prompt or lower max_new_tokens"
+                    f"the prompt or lower max_new_tokens{verifier.longer}"
                 )

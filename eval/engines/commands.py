@@ -22,6 +22,7 @@ from headstart.script import options
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 _SGLANG = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_lm": "STANDALONE", NATIVE: "NEXTN",
            LOOKUP: "NGRAM"}  # fmt: skip
+_LENGTH = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
 _LLAMA_CPP = {"eagle3": "draft-eagle3", "draft_lm": "draft-simple", LOOKUP: "ngram-simple"}
 
 
@@ -57,6 +58,15 @@ def loader_arguments(drafter: str, method: str | None = None) -> list[str]:
     return unchecked(kinds.find(drafter, method).config)
 
 
+def length_arguments(
+    engine: str, drafter: str, verifier: str | None, method: str | None = None
+) -> list[str]:
+    """Where the verifier's rotary factors hang on the longest text that an engine may see, that
+    length."""
+    length = kinds.longest_text(verifier, drafter, method)
+    return [] if length is None else [_LENGTH[engine], str(length)]
+
+
 def lines(
     engine: str,
     drafter: str,
@@ -77,6 +87,7 @@ def lines(
     found, made_for = kinds.find(drafter, method), kinds.verifier_of(verifier, drafter, method)
     check_served(found, draft_length, ENGINES[engine])
     kinds.check_fit(found, made_for, ENGINES[engine])
+    arguments = [*length_arguments(engine, drafter, verifier, method), *arguments]
     if engine == "vllm":
         more = [*loader_arguments(drafter, method), *arguments]
         return [command(made_for, speculative_config(drafter, draft_length, method), more)]

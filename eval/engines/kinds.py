@@ -4,6 +4,7 @@ A name of the Hub is told by the config.json that it resolves to, as a folder is
 that cannot be read, or says too little, nobody guesses: the user names the method.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,8 @@ from headstart.models.formats import imports, mtp_native
 from headstart.models.saved import config_in, kind_in, read_config
 from headstart.models.verifier import embedded
 from headstart.models.verifier.adapter import check_merged
-from headstart.models.verifier.names import check_there, is_embedded, is_path
+from headstart.models.verifier.names import check_there, is_embedded, is_path, split_length
+from headstart.models.verifier.outline import Outline
 
 LOOKUP = "prompt-lookup"
 NATIVE = "native"  # an MTP module in its verifier's own folder
@@ -128,6 +130,31 @@ def verifier_of(verifier: str | None, drafter: str, method: str | None = None) -
     Raises:
         ValueError: neither tells, or both.
     """
+    verifier = verifier_name(verifier, drafter, method)
+    check_merged(verifier, drafter)
+    model, _ = split_length(verifier)
+    check_there("verifier", model)
+    return str(embedded.folder(model)) if is_embedded(model) else model
+
+
+def longest_text(verifier: str | None, drafter: str, method: str | None = None) -> int | None:
+    """How many tokens an engine must be told to be prepared for, where it chooses rotary factors by
+    that: those that the drafter was trained with. None: it need not be told."""
+    name = verifier_name(verifier, drafter, method)
+    length = split_length(name)[1]
+    if length is None:
+        with suppress(ValueError):  # a model that is not here
+            outline = Outline.read(name)
+            length = outline.context_length if outline.longer else None
+    return length
+
+
+def verifier_name(verifier: str | None, drafter: str, method: str | None = None) -> str:
+    """MODEL or MODEL@TOKENS: as it was given, or as the drafter's config has it.
+
+    Raises:
+        ValueError: neither tells, or both.
+    """
     found = find(drafter, method)
     if found.kind == NATIVE:
         if verifier not in (None, drafter):
@@ -143,9 +170,7 @@ def verifier_of(verifier: str | None, drafter: str, method: str | None = None) -
             f"verifier: {drafter} was made for none in particular; pass --verifier, such as "
             f"{embedded.NAME}"
         )
-    check_merged(verifier, drafter)
-    check_there("verifier", verifier)
-    return str(embedded.folder(verifier)) if is_embedded(verifier) else verifier
+    return verifier
 
 
 def check_fit(found: Found, verifier: str, engine: str) -> None:

@@ -28,6 +28,7 @@ from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape, walk
 from headstart.models.saved import check_finite, check_shape, made_for
+from headstart.models.verifier import rotary
 from headstart.models.verifier.cache import HOLE, RaggedCache
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import States, Verifier
@@ -112,10 +113,11 @@ class DraftLM(TrainableDrafter):
         if config.init.startswith("layers:"):
             lm = parse_cut(config.init, verifier, "drafter.init")
             model = copy.deepcopy(lm.model).float()  # the verifier's own weights stay as they are
-            lm = Verifier(model, lm.tokenizer, lm.name)
+            lm = Verifier(model, lm.tokenizer, lm.name, lm.length)
         else:
             with model_of_drafter("drafter.init", _OTHER_INIT):
                 lm = Verifier.load(config.init, "float32", verifier.device)
+            lm = with_positions_for(verifier, lm)
         with named(f"drafter.init {config.init!r}"):
             drafter = cls(lm, verifier, loss)
         drafter.model.requires_grad_(True)
@@ -287,8 +289,9 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
     config = copy.deepcopy(verifier.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = len(layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[layer] for layer in layers]
+    for field, value in text.to_dict().items():  # what each layer is, such as layer_types
+        if "layer" in field and isinstance(value, list) and len(value) == verifier.num_layers:
+            setattr(text, field, [value[layer] for layer in layers])
     model = type(verifier.model)(config).to(verifier.dtype)
     prefix = next(n for n, m in verifier.model.named_modules() if m is verifier.layers) + "."
     weights = {}
@@ -300,11 +303,18 @@ def cut(verifier: Verifier, layers: tuple[int, ...]) -> Verifier:
         for place, layer in enumerate(layers):
             if layer == int(number):
                 weights[f"{prefix}{place}.{rest}"] = tensor
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} has layers of which some are made otherwise by their place, "
+            f"so {','.join(map(str, layers))} alone are no such model; pass other layers, or a "
+            "small model of the same family"
+        ) from error
     model.tie_weights()
     model.generation_config = verifier.model.generation_config
     name = f"{verifier.name} cut to layers {','.join(map(str, layers))}"
-    return Verifier(model.to(verifier.device), verifier.tokenizer, name)
+    return Verifier(model.to(verifier.device), verifier.tokenizer, name, verifier.length)
 
 
 def check_layers(layers: tuple[int, ...], verifier: Verifier | Outline) -> None:
@@ -347,7 +357,17 @@ def load_lm(name: str, dtype: str, verifier: Verifier) -> Verifier:
         ValueError: it cannot be loaded.
     """
     with model_of_drafter("drafter", _OTHER_DRAFTERS):
-        return Verifier.load(name, dtype, verifier.device)
+        lm = Verifier.load(name, dtype, verifier.device)
+    return with_positions_for(verifier, lm)
+
+
+def with_positions_for(verifier: Verifier, lm: Verifier) -> Verifier:
+    """A draft model whose rotary factors hang on the text's length has those for the verifier's
+    longest one: an engine serves both with one --max-model-len."""
+    if rotary.border(lm.config) is None:
+        return lm
+    length = min(verifier.context_length, rotary.whole_length(lm.config))
+    return Verifier(lm.model, lm.tokenizer, lm.name, length)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.models import losses
 from headstart.models.batch import Batch, Loss, supervised
@@ -30,6 +29,7 @@ from headstart.models.parts.feature_drafter import (
     FeatureDrafter,
     check_init,
     llama_config,
+    rotary_of,
 )
 from headstart.models.saved import (
     load_weights,
@@ -86,7 +86,7 @@ class Eagle1(FeatureDrafter):
         self.token_weight = config.headstart["token_weight"]
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([Layer(config, config.hidden_size)])
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = rotary_of(config, verifier)
         self.to(verifier.device)
 
     @classmethod

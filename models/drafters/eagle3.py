@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from headstart.models import vocab
 from headstart.models.losses import LossConfig
@@ -25,6 +25,7 @@ from headstart.models.parts.feature_drafter import (
     FeatureDrafter,
     check_init,
     llama_config,
+    rotary_of,
 )
 from headstart.models.saved import (
     check_draft_ids,
@@ -167,7 +168,7 @@ class Eagle3(FeatureDrafter):
         self.midlayer = Layer(config)
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = rotary_of(config, verifier)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         if draft_ids is not None:
             offsets = draft_ids - torch.arange(len(draft_ids))

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
 
 from headstart.models.parts.attention import ttt_attention
+from headstart.models.verifier import rotary
 from headstart.models.verifier.cache import visible
 from headstart.models.verifier.decoder import Decoder, States
 from headstart.models.verifier.verifier import Verifier
@@ -26,12 +27,16 @@ _FUSED = "headstart_runs"  # our attention, among those that transformers knows
 
 
 class Runs:
-    """Keys and values of a block's runs over the same slots."""
+    """Keys and values of a block's runs over the same slots.
+
+    A layer may attend more than once a run (DiffLlama does twice): each time has its own.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.keys: list[Tensor] = []  # [B, h, T, D] of each run
-        self.values: list[Tensor] = []
+        self.calls = 0  # of attention, in the current run
+        self.keys: list[list[Tensor]] = []  # of each call, [B, h, T, D] of each run
+        self.values: list[list[Tensor]] = []
         self.cache = DynamicCache()  # in their place, where a family has attention of its own
 
 
@@ -46,8 +51,9 @@ class Block(Decoder):
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[-1:]
-        config.vocab_size, config.pad_token_id = 1, None  # of an embedding that nothing reads
+        config.vocab_size, config.pad_token_id = 1, 0  # of an embedding that nothing reads
         decoder = type(verifier.decoder)(config).eval()
+        rotary.fix(decoder, verifier.long_rotary)
         name = norm_name(verifier.decoder)
         self.fresh_norm: nn.Module = getattr(decoder, name)
         self.norm = copy.deepcopy(getattr(verifier.decoder, name)).float()
@@ -64,10 +70,27 @@ class Block(Decoder):
         plain = self._attention_kinds == {"full_attention": None}
         same_sizes = not hasattr(config, "v_head_dim")  # of keys and values
         self.fused = config._attn_implementation == "sdpa" and plain and same_sizes
+        self.fused = self.fused and self._takes_our_attention()
 
     @property
     def layer(self) -> nn.Module:
         return self.layers[0]
+
+    @torch.no_grad()
+    def _takes_our_attention(self) -> bool:
+        """Whether two runs come out the same with our attention as with the family's own: some call
+        none of those that transformers knows (Falcon), or ask for more than ours does."""
+        if self.device.type == "meta":  # only planned: there is nothing to compute
+            return True
+        positions = torch.arange(3, device=self.device)[None]
+        inputs = torch.arange(3 * self.hidden_size, device=self.device).sin()  # [B, T, H]: 1, 3
+        inputs, outputs = inputs.view(1, 3, -1), []
+        for self.fused in (True, False):
+            runs = Runs()
+            first = self.again(inputs, positions, None, runs)
+            outputs.append(self.again(first.last_hidden, positions + 1, None, runs).last_hidden)
+        ours, own = outputs
+        return bool((ours - own).abs().max() < 0.01 * own.abs().max())
 
     def again(
         self, inputs: Tensor, positions: Tensor, document_ids: Tensor | None, runs: Runs
@@ -77,7 +100,7 @@ class Block(Decoder):
         Returns:
             residual stream after the layer, and its norm.
         """
-        number, runs.count = runs.count, runs.count + 1
+        number, runs.count, runs.calls = runs.count, runs.count + 1, 0
         if not self.fused:
             masks = self._masks(inputs, document_ids, number)
             return self._run(inputs, (1,), positions, masks, runs.cache)
@@ -107,13 +130,23 @@ class Block(Decoder):
 
 
 def norm_name(decoder: nn.Module) -> str:
-    """The decoder's name for its final norm."""
-    (name,) = (
+    """The decoder's name for its final norm, which may have no weight (nanochat).
+
+    Raises:
+        ValueError: it has none.
+    """
+    names = [
         name
         for name, module in decoder.named_children()
-        if getattr(module, "weight", None) is not None and module.weight.dim() == 1
-    )
-    return name
+        if "Norm" in type(module).__name__
+        or (getattr(module, "weight", None) is not None and module.weight.dim() == 1)
+    ]
+    if not names:
+        raise ValueError(
+            f"{type(decoder).__name__} ends without a norm, which an MTP module begins with; train "
+            "another drafter, such as medusa"
+        )
+    return names[-1]
 
 
 def _attention(
@@ -128,14 +161,19 @@ def _attention(
     """Attention of the current run, in the shape that transformers' layers call."""
     runs, width = _RUNS.get(), query.shape[-1]
     query, key = query.to(value.dtype), key.to(value.dtype)  # a norm may have made them float32
-    runs.keys.append(key)
-    runs.values.append(value)
+    if runs.calls == len(runs.keys):
+        runs.keys.append([])
+        runs.values.append([])
+    keys, values = runs.keys[runs.calls], runs.values[runs.calls]
+    runs.calls += 1
+    keys.append(key)
+    values.append(value)
     if scaling is not None and scaling != width**-0.5:
         query = query * (scaling * width**0.5)
     if attention_mask is not None:  # CUDA's kernel wants rows that begin at 16-byte borders
         length = attention_mask.shape[-1]
         attention_mask = pad(attention_mask.to(query.dtype), (0, -length % 16))[..., :length]
-    attended = ttt_attention(query, runs.keys, runs.values, attention_mask)  # [B, h, T, D]
+    attended = ttt_attention(query, keys, values, attention_mask)  # [B, h, T, D]
     return attended.transpose(1, 2).contiguous(), None
 
 

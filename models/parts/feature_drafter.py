@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
@@ -30,6 +31,7 @@ from headstart.models.proposal.proposal import Drafting, Proposal
 from headstart.models.proposal.sampling import RowRandom
 from headstart.models.proposal.trees import Shape
 from headstart.models.verifier.cache import RaggedCache
+from headstart.models.verifier.rotary import fix, whole_length
 from headstart.models.verifier.verifier import States, Verifier
 
 
@@ -225,25 +227,22 @@ class FeatureDrafter(TrainableDrafter):
 
 
 def llama_config(verifier: Verifier, **own: object) -> LlamaConfig:
-    """A Llama layer of the verifier's shape and positions; `own` settings come on top."""
-    theirs = verifier.config
-    heads = theirs.num_attention_heads
-    rope = dict(theirs.rope_parameters)
-    if "full_attention" in rope:  # families with one set of positions for each kind of attention
-        rope = dict(rope["full_attention"])
-    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
+    """A Llama layer of the verifier's shape and positions, as far as one can have them; `own`
+    settings come on top."""
+    theirs, width = verifier.config, verifier.hidden_size
+    heads, kv_heads, head_dim = heads_of(theirs, width)
     return LlamaConfig(
         dtype="float32",
-        hidden_size=verifier.hidden_size,
-        intermediate_size=theirs.intermediate_size,
+        hidden_size=width,
+        intermediate_size=getattr(theirs, "intermediate_size", None) or 4 * width,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
-        head_dim=getattr(theirs, "head_dim", None) or verifier.hidden_size // heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=verifier.vocab_size,
-        rms_norm_eps=getattr(theirs, "rms_norm_eps", 1e-5),
-        rope_parameters=rope,
-        max_position_embeddings=theirs.max_position_embeddings,
+        rms_norm_eps=getattr(theirs, "rms_norm_eps", None) or 1e-5,
+        rope_parameters=rope_of(theirs, head_dim),
+        max_position_embeddings=whole_length(theirs),
         hidden_act="silu",
         attention_bias=False,
         tie_word_embeddings=False,
@@ -251,6 +250,44 @@ def llama_config(verifier: Verifier, **own: object) -> LlamaConfig:
         eos_token_id=theirs.eos_token_id,
         **own,
     )
+
+
+def rotary_of(config: LlamaConfig, verifier: Verifier) -> LlamaRotaryEmbedding:
+    """The drafter's positions, fixed for texts of any length as the verifier's are."""
+    rotary = LlamaRotaryEmbedding(config)
+    fix(rotary, verifier.long_rotary)
+    return rotary
+
+
+def heads_of(theirs: PretrainedConfig, width: int) -> tuple[int, int, int]:
+    """Heads, heads of keys and values, and head size of a Llama layer `width` wide.
+
+    The verifier's own, unless its heads do not divide the width (GLM-4.5 has 96 in 4096): no engine
+    takes a Llama layer like that, so it gets as many heads of that size as fit.
+    """
+    heads = theirs.num_attention_heads
+    kv_heads = getattr(theirs, "num_key_value_heads", None) or heads
+    head_dim = getattr(theirs, "head_dim", None) or max(width // heads, 2)
+    if width % heads:
+        heads = next(n for n in range(max(width // head_dim, 1), 0, -1) if width % n == 0)
+    kv_heads = next(n for n in range(min(kv_heads, heads), 0, -1) if heads % n == 0)
+    return heads, kv_heads, head_dim + head_dim % 2
+
+
+def rope_of(theirs: PretrainedConfig, head_dim: int) -> dict[str, object]:
+    """The verifier's rotary positions, for a layer that rotates whole heads.
+
+    Plain ones where it has none (GPT-2 learns its positions) or its factors are for a part of
+    the head (longrope with `partial_rotary_factor`).
+    """
+    rope = dict(getattr(theirs, "rope_parameters", None) or {})
+    if rope and all(isinstance(kind, dict) for kind in rope.values()):  # one for each attention
+        rope = dict(rope.get("full_attention") or next(iter(rope.values())))
+    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
+    factors = rope.get("short_factor")
+    if not rope.get("rope_theta") or (factors and len(factors) != head_dim // 2):
+        return {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}
+    return rope
 
 
 def check_init(init: str) -> None:

@@ -1,5 +1,6 @@
 """What a model's name is: an embedded model, a folder on this machine, or a name of the Hub."""
 
+import re
 from pathlib import Path
 
 PREFIX = "embedded/"
@@ -21,6 +22,14 @@ def is_path(name: str) -> bool:
     path = Path(name)
     inside = path.parent != Path(".") and path.parent.is_dir()
     return inside or path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def split_length(name: str) -> tuple[str, int | None]:
+    """MODEL@TOKENS -> its parts; of anything else, the name and None."""
+    found = re.fullmatch(r"(.+)@(\d+)", name)
+    if found is None or Path(name).exists():
+        return name, None
+    return found[1], int(found[2])
 
 
 def check_there(field: str, name: str, hint: str = HINT) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from headstart.models.verifier import adapter, embedded, mimo, names
+from headstart.models.verifier import adapter, embedded, mimo, names, rotary
 
 mimo.register()
 
@@ -19,6 +19,8 @@ class Outline(NamedTuple):
     hidden_size: int
     vocab_size: int
     context_length: int
+    longer: str = ""
+    """How to have longer texts, where that is possible."""
 
     @classmethod
     def read(cls, name: str) -> "Outline":
@@ -33,16 +35,18 @@ class Outline(NamedTuple):
             sizes = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
         except (AttributeError, OSError, ValueError) as error:
             raise not_loaded(name, error) from error
-        return cls(name, *sizes, context_length(config))
+        length = length_of(name, config)
+        longer = rotary.longer(config, length)
+        return cls(name, *sizes, rotary.context_length(config, length), longer)
 
 
 def locate(name: str) -> str | Path:
-    """Where transformers finds the model of this name, which may have an adapter.
+    """Where transformers finds the model of this name, which may have a length and an adapter.
 
     Raises:
         ValueError: no such folder.
     """
-    name, _ = adapter.split(name)
+    name, _ = names.split_length(adapter.split(name)[0])
     names.check_there("verifier", name)
     return embedded.folder(name) if names.is_embedded(name) else name
 
@@ -65,9 +69,15 @@ def not_loaded(name: str, error: Exception, quantised: str | None = None) -> Val
     return ValueError(f"verifier {name!r}{what} cannot be loaded: {reason}. {hint}")
 
 
-def context_length(config: PretrainedConfig) -> int:
-    """Longest text in tokens; beyond any use where the config does not say."""
-    return getattr(config, "max_position_embeddings", None) or 1 << 30
+def length_of(name: str, config: PretrainedConfig) -> int | None:
+    """TOKENS of a verifier named MODEL@TOKENS.
+
+    Raises:
+        ValueError: a length that it cannot have.
+    """
+    length = names.split_length(adapter.split(name)[0])[1]
+    rotary.check(name, config, length)
+    return length
 
 
 def first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from headstart.models.verifier import mimo
 from headstart.models.verifier.names import HINT
-from headstart.models.verifier.outline import first_line, locate
+from headstart.models.verifier.outline import first_line, length_of, locate
 from headstart.models.verifier.verifier import Verifier
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -63,7 +63,7 @@ class PartialVerifier(Verifier):
             )
         with suppress(OSError):  # not every model has one
             model.generation_config = GenerationConfig.from_pretrained(path)
-        verifier = cls(model, tokenizer, name)
+        verifier = cls(model, tokenizer, name, length_of(name, model.config.get_text_config()))
         verifier._path = path
         return verifier
 

@@ -19,11 +19,11 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils.logging import disable_progress_bar
 
-from headstart.models.verifier import adapter
+from headstart.models.verifier import adapter, rotary
 from headstart.models.verifier.cache import RaggedCache
 from headstart.models.verifier.decoder import Decoder, States
 from headstart.models.verifier.mimo import class_for
-from headstart.models.verifier.outline import context_length, first_line, locate, not_loaded
+from headstart.models.verifier.outline import first_line, length_of, locate, not_loaded
 
 # What the weights do not show. Not the whole config: a new release of transformers adds fields.
 _IDENTITY = (
@@ -37,7 +37,14 @@ __all__ = ["States", "Verifier"]
 class Verifier(Decoder):
     """A causal language model in `eval()`, frozen unless its model is also what is trained."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        length: int | None = None,
+    ):
+        """`length`: of the longest text, in tokens, where it decides rotary positions."""
         self.model = model.eval().requires_grad_(False)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["recurrent"])
         if getattr(model, "_is_stateful", False) and kinds != {"full_attention"}:
@@ -49,7 +56,10 @@ class Verifier(Decoder):
         self.tokenizer = tokenizer
         self.head = model.get_output_embeddings()
         self.vocab_size = self.head.weight.shape[0]
-        self.context_length = context_length(self.config)
+        self.length, self.longer = length, rotary.longer(self.config, length)
+        self.context_length = rotary.context_length(self.config, length)
+        self.long_rotary = rotary.is_long(self.config, length)
+        rotary.fix(self.model, self.long_rotary)
         self._check_logits()
         self.terminator_ids = self._find_terminators()
 
@@ -57,7 +67,8 @@ class Verifier(Decoder):
     def load(
         cls, name: str, dtype: str = "float32", device: torch.device | str = "cpu"
     ) -> "Verifier":
-        """Load `embedded/smollm2-135m`, a local folder, or a Hub name; or MODEL+ADAPTER.
+        """Load `embedded/smollm2-135m`, a local folder, or a Hub name; or MODEL+ADAPTER, and with
+        the length of its texts, MODEL@TOKENS.
 
         Args:
             dtype: float32 or bfloat16.
@@ -87,6 +98,7 @@ class Verifier(Decoder):
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise not_loaded(name, error, quantised) from error
+        length = length_of(name, model.config.get_text_config())
         if loaded["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(
                 f"verifier {name!r} lacks {len(loaded['missing_keys'])} of its tensors, "
@@ -97,7 +109,7 @@ class Verifier(Decoder):
             model = adapter.merge(model, adapter_name)
         if any(weight.is_meta for weight in model.parameters()):  # put off to main memory or disk
             raise ValueError(f"device 'auto': {name!r} does not fit on the GPUs of this machine")
-        return cls(model if spread else model.to(device), tokenizer, name)
+        return cls(model if spread else model.to(device), tokenizer, name, length)
 
     @property
     def device(self) -> torch.device:
@@ -148,6 +160,46 @@ class Verifier(Decoder):
                 f"verifier {self.name!r}: {type(self.model).__name__} computes its logits in a way "
                 "headstart does not know; this architecture is not supported"
             )
+        try:
+            same = self._same_in_two_passes()
+        except Exception as error:  # a family's own code fails in as many ways as there are
+            what = first_line(error)
+            raise ValueError(
+                f"verifier {self.name!r}: {type(self.model).__name__} cannot read a text in two "
+                f"passes, the second over a cache that is cut back ({what}); this architecture is "
+                "not supported"
+            ) from error
+        if not same:
+            raise ValueError(
+                f"verifier {self.name!r}: {type(self.model).__name__} sees other tokens before a "
+                "token than its config says, or others with a cache than without; this "
+                "architecture is not supported"
+            )
+
+    @torch.no_grad()
+    def _same_in_two_passes(self) -> bool:
+        """Whether a text read in two passes, with drafts rejected between them, comes out as the
+        model alone reads it at once: for most tokens, since in bfloat16 another order of sums may
+        choose other experts. Windows are made so short that the text is longer."""
+        ids = torch.arange(min(8, self.context_length), device=self.device)[None] % self.vocab_size
+        window, kinds = getattr(self.config, "sliding_window", None), self._attention_kinds
+        try:
+            if window:
+                self.config.sliding_window = 3
+                self._attention_kinds = {kind: w and 3 for kind, w in kinds.items()}
+            own = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            cache = self.new_cache(1)
+            parts = [self.states(ids[:, :2], cache=cache)]
+            self.states(ids[:, :2].flip(1), cache=cache)
+            cache.keep(cache.positions < 2)
+            parts.append(self.states(ids[:, 2:], cache=cache))
+        finally:
+            if window:
+                self.config.sliding_window, self._attention_kinds = window, kinds
+        ours = self.logits(torch.cat([part.last_hidden for part in parts], 1))[0].float()
+        own, ours = own - own.mean(-1, keepdim=True), ours - ours.mean(-1, keepdim=True)
+        errors = (own - ours).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)  # [T]
+        return bool(errors.median() < 0.05)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding: `[...]` -> `[..., H]`."""
@@ -180,6 +232,8 @@ class Verifier(Decoder):
         config = self.config.to_dict()
         known = {field: config.get(field) for field in _IDENTITY} | self._attention_kinds
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+        if self.long_rotary:
+            digest.update(b"long rotary factors")
         digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
         for name, weight in sorted(self.model.named_parameters()):
             rows = self._rows(name, weight, slice(None, None, max(1, len(weight) // 4)))

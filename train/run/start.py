@@ -31,7 +31,7 @@ def check_data(config: DataConfig, verifier: Outline) -> None:
     if config.max_length > verifier.context_length:
         raise ValueError(
             f"data.max_length is {config.max_length}; it must be in 2 … {verifier.context_length}, "
-            f"the context of {verifier.name}"
+            f"the context of {verifier.name}{verifier.longer}"
         )
 
 
