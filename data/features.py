@@ -22,6 +22,7 @@ from tqdm import tqdm
 from headstart.data.conversations import reading
 from headstart.data.rows.packing import by_length
 from headstart.data.rows.rendering import render_all
+from headstart.data.rows.row import check_ids
 from headstart.data.states.cache import Cache, key, template_of
 from headstart.data.states.featurize import Featurizer
 from headstart.lock import only_writer
@@ -120,6 +121,8 @@ def store(settings: Features, layers: tuple[int, ...]) -> None:
             settings.chat_template_kwargs,
             settings.limit,
         )
+        for row in rows:
+            check_ids(f"row {row.id!r}", row.input_ids, verifier.num_embeddings)
         print(f"{source}: {audit}")
         documents |= {key(ids): ids for ids in (torch.tensor(row.input_ids) for row in rows)}
     dtype = getattr(torch, settings.dtype or settings.verifier_dtype)

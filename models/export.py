@@ -31,7 +31,7 @@ from headstart.models.loading import class_of, is_checkpoint, load_pair, tunes_v
 from headstart.models.saved import read_config
 from headstart.models.verifier import embedded
 from headstart.models.verifier.adapter import check_merged
-from headstart.models.verifier.names import is_embedded
+from headstart.models.verifier.names import is_embedded, split_length
 from headstart.models.verifier.weights import save_tensors
 
 
@@ -315,7 +315,7 @@ def run(settings: Export) -> None:
     if settings.to == "gguf":
         _write_gguf(settings, drafter, out, dtype)
         return
-    name = verifier.name
+    name, _ = split_length(verifier.name)
     if is_embedded(name):
         name = str(embedded.folder(name))
     elif Path(name).is_dir():

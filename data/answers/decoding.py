@@ -8,6 +8,7 @@ import torch
 
 from headstart.data.answers.turns import Asking, Turns, reply_of
 from headstart.data.conversations.conversation import Conversation
+from headstart.data.rows.row import check_ids
 from headstart.models.proposal.sampling import RowRandom, Sampling, draw
 from headstart.models.verifier.verifier import Verifier
 
@@ -139,6 +140,7 @@ def answer(
         ready: list[tuple[Turns, list[int]]] = []
         for turns in progress:
             ids = turns.ask(verifier.tokenizer, asking.chat_template_kwargs)
+            check_ids(f"row {turns.conversation.id!r}", ids, verifier.num_embeddings)
             excess = asking.limits.excess(len(ids))
             if excess:
                 skipped[excess] += 1

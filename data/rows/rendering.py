@@ -31,7 +31,7 @@ from headstart.data.rows.template import (
     template_text,
     written_turn,
 )
-from headstart.models.verifier.outline import first_line, locate, not_loaded
+from headstart.models.verifier.outline import first_line, locate, not_loaded, trusted
 from headstart.models.verifier.verifier import end_of_turn_ids
 
 
@@ -43,8 +43,9 @@ def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]
     """
     path = locate(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        trust = {"trust_remote_code": trusted(name)}
+        tokenizer = AutoTokenizer.from_pretrained(path, **trust)
+        config = AutoConfig.from_pretrained(path, **trust).get_text_config()
     except (OSError, ValueError) as error:
         raise not_loaded(name, error) from error
     try:

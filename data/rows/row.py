@@ -1,11 +1,27 @@
 """A rendered document, and the count of what became of a data set."""
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from headstart.data.conversations.law import Law
+
+
+def check_ids(where: str, ids: Iterable[int], num_embeddings: int) -> None:
+    """Raise a ValueError for a token id that the verifier has no embedding of.
+
+    Args:
+        where: what has it, such as "row 'a-1'".
+    """
+    largest = max(ids, default=0)
+    if largest >= num_embeddings:
+        raise ValueError(
+            f"{where} has token id {largest}, and the verifier's embedding has {num_embeddings} "
+            f"rows, 0 … {num_embeddings - 1}: its tokenizer has tokens that it was not trained "
+            "with; resize the embedding and save the model anew, or take those tokens out"
+        )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.rendering import render
-from headstart.data.rows.row import Audit, Row
+from headstart.data.rows.row import Audit, Row, check_ids
 
 
 @dataclass
@@ -32,6 +32,8 @@ class Selection:
     """What is done with rows of more than max_length tokens."""
     held_out: set[bytes] = field(default_factory=set)
     """Keys of the evaluation prompts."""
+    num_embeddings: int | None = None
+    """Rows of the verifier's embedding, where ids are to be checked against it."""
     audit: Audit = field(default_factory=Audit)
 
     def rows(self, conversation: Conversation) -> list[Row]:
@@ -46,6 +48,8 @@ class Selection:
             self.max_length,
             self.chat_template_kwargs,
         )
+        for row in rows if self.num_embeddings else []:
+            check_ids(f"row {row.id!r}", row.input_ids, self.num_embeddings)
         self.audit.add(rows)
         return [row for row in rows if not row.empty and self._fits(row)]
 

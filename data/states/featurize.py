@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.rows.packing import by_length
+from headstart.data.rows.row import check_ids
 from headstart.models.batch import Batch
 from headstart.models.verifier.verifier import Verifier
 
@@ -73,6 +74,8 @@ class Featurizer:
         verbose: bool = True,
     ):
         self.verifier, self.layers = verifier, layers
+        if layers:
+            verifier.check_streams()
         self.dtype, self.autocast_dtype = dtype, autocast_dtype
         self.alone = verifier.device.type == "cpu" if alone is None else alone
         width = (len(layers) + 1) * verifier.hidden_size
@@ -101,6 +104,7 @@ class Featurizer:
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the verifier's device, with its states."""
         ids, document_ids = batch["input_ids"].cpu(), batch["document_ids"].cpu()
+        check_ids("a document", [int(ids.max())], self.verifier.num_embeddings)
         places: list[tuple[int, int, int]] = []  # row, first slot, slot after the last
         for b, row in enumerate(document_ids):
             values, counts = torch.unique_consecutive(row, return_counts=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headstart.data.rows.row import check_ids
 from headstart.eval.decoding.rejection import (
     Verdict,
     last_node,
@@ -324,6 +325,7 @@ def _check(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} is empty; a continuation needs at least one token")
+        check_ids(f"prompt {number}", prompt, verifier.num_embeddings)
         for name, limit in limits.items():
             if len(prompt) + max_new_tokens > limit:
                 raise ValueError(

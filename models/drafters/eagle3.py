@@ -157,6 +157,7 @@ class Eagle3(FeatureDrafter):
         own_embeddings: bool = False,
     ):
         super().__init__(config, verifier, loss, own_embeddings)
+        verifier.check_streams()
         self.feature_layers = tuple(getattr(config, LAYERS))
         width, count = config.hidden_size, len(self.feature_layers)
         self.fc = nn.Linear(count * width, width, bias=False)

@@ -90,6 +90,7 @@ class MTP(TrainableDrafter):
 
     def __init__(self, config: MTPLayout, verifier: Verifier, loss: LossConfig):
         super().__init__(verifier, loss)
+        verifier.check_streams()
         self.config = config
         about = config.headstart
         self.wiring = Wiring(**about["wiring"])

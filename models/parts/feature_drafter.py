@@ -229,12 +229,13 @@ class FeatureDrafter(TrainableDrafter):
 def llama_config(verifier: Verifier, **own: object) -> LlamaConfig:
     """A Llama layer of the verifier's shape and positions, as far as one can have them; `own`
     settings come on top."""
-    theirs, width = verifier.config, verifier.hidden_size
+    theirs, width = verifier.last_layer_config, verifier.hidden_size
     heads, kv_heads, head_dim = heads_of(theirs, width)
+    inner = getattr(theirs, "intermediate_size", None) or 4 * width
     return LlamaConfig(
         dtype="float32",
         hidden_size=width,
-        intermediate_size=getattr(theirs, "intermediate_size", None) or 4 * width,
+        intermediate_size=inner if isinstance(inner, int) else inner[-1],  # one for each layer
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -283,7 +284,8 @@ def rope_of(theirs: PretrainedConfig, head_dim: int) -> dict[str, object]:
     rope = dict(getattr(theirs, "rope_parameters", None) or {})
     if rope and all(isinstance(kind, dict) for kind in rope.values()):  # one for each attention
         rope = dict(rope.get("full_attention") or next(iter(rope.values())))
-    rope.pop("partial_rotary_factor", None)  # a Llama layer rotates the whole head
+    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        rope.pop(name, None)  # a Llama layer rotates the whole head, and knows no pictures
     factors = rope.get("short_factor")
     if not rope.get("rope_theta") or (factors and len(factors) != head_dim // 2):
         return {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}

@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache
 
 from headstart.models.verifier.cache import RaggedCache, visible
 
+_TOLD_BY_SLOT = {"local"}  # GPT-Neo counts its window in slots of the cache, not in positions
+
 
 class States(NamedTuple):
     """What the verifier computed for each token."""
@@ -44,6 +46,12 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return next(self.layers.parameters()).dtype
 
+    @property
+    def last_layer_config(self) -> PretrainedConfig:
+        """The config as the last layer reads it: layers may differ in it (Gemma 4)."""
+        several = getattr(self.config, "is_heterogeneous", False)
+        return self.config.per_layer_config[-1] if several else self.config
+
     def _read_arguments(self) -> str:
         """The decoder's name for its cache: transformers 5.24 renamed past_key_values."""
         taken = inspect.signature(self.decoder.forward).parameters
@@ -69,6 +77,7 @@ class Decoder:
         """Attention kind -> its sliding window (None: sees everything before)."""
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
+        kinds = kinds or _TOLD_BY_SLOT & set(getattr(self.config, "attention_layers", ()))
         if not kinds:
             kinds = ["sliding_attention" if window else "full_attention"]
         unknown = set(kinds) - {"full_attention", "sliding_attention"}

@@ -5,8 +5,11 @@ Known here, its folders load without the code that they bring along.
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -34,14 +37,19 @@ def register() -> None:
 
 
 def class_for(config: PretrainedConfig) -> type:
-    """What loads a causal language model. A MiMo's config may call itself a Qwen2 for engines whose
-    transformers knows no MiMo; as such, its module would be reported as unexpected."""
-    named = MiMoForCausalLM.__name__ in (config.architectures or [])
-    return MiMoForCausalLM if named else AutoModelForCausalLM
+    """What loads a causal language model, or a model that reads images too, of which the language
+    model is used. A MiMo's config may call itself a Qwen2 for engines whose transformers knows no
+    MiMo; as such, its module would be reported as unexpected."""
+    if MiMoForCausalLM.__name__ in (config.architectures or []):
+        return MiMoForCausalLM
+    kind = type(config)
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def from_config(config: PretrainedConfig, dtype: torch.dtype, **trust: bool) -> PreTrainedModel:
     """A causal language model whose weights nobody has loaded."""
     made_by = class_for(config)
-    make = made_by.from_config if made_by is AutoModelForCausalLM else made_by._from_config
-    return make(config, dtype=dtype)
+    if made_by is MiMoForCausalLM:
+        return made_by._from_config(config, dtype=dtype)
+    return made_by.from_config(config, dtype=dtype, **trust)

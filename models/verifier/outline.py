@@ -1,5 +1,6 @@
 """What can be told of a verifier before its weights are loaded."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from transformers.utils import cached_file
 from headstart.models.verifier import adapter, embedded, mimo, names, rotary
 
 mimo.register()
+TRUST = "HEADSTART_TRUST_CODE"
 
 
 class Outline(NamedTuple):
@@ -31,13 +33,26 @@ class Outline(NamedTuple):
         """
         path = locate(name)
         try:
-            config = AutoConfig.from_pretrained(path).get_text_config()
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trusted(name))
+            config = config.get_text_config()
             sizes = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
         except (AttributeError, OSError, ValueError) as error:
             raise not_loaded(name, error) from error
         length = length_of(name, config)
         longer = rotary.longer(config, length)
         return cls(name, *sizes, rotary.context_length(config, length), longer)
+
+
+def trusted(name: str) -> bool:
+    """Whether the code that this model brings along may be run: its name, without length or
+    adapter, is in the environment variable HEADSTART_TRUST_CODE, a list with commas."""
+    name, _ = names.split_length(adapter.split(name)[0])
+    return name in [part.strip() for part in os.environ.get(TRUST, "").split(",")]
+
+
+def needs_trust(error: Exception) -> bool:
+    """Whether transformers refused to run a model's own code."""
+    return "trust_remote_code" in str(error)
 
 
 def locate(name: str) -> str | Path:
@@ -57,12 +72,17 @@ def folder(name: str) -> Path:
     Raises:
         ValueError: no such folder.
     """
-    path = Path(locate(name))
-    return path if path.is_dir() else Path(cached_file(name, "config.json")).parent
+    path = locate(name)
+    return Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
 
 
 def not_loaded(name: str, error: Exception, quantised: str | None = None) -> ValueError:
     """`quantised`: the method that its weights are quantised by, if they are."""
+    if needs_trust(error):
+        return ValueError(
+            f"verifier {name!r} brings code of its own, which is not run unasked: read its .py "
+            f"files, and where you trust them set the environment variable {TRUST} to that name"
+        )
     what = f" is quantised ({quantised}) and" if quantised else ""
     hint = "Pass the model it was made from." if quantised else names.HINT
     reason = first_line(error).rstrip(".")

@@ -18,7 +18,14 @@ from transformers.utils import cached_file
 
 from headstart.models.verifier import mimo
 from headstart.models.verifier.names import HINT
-from headstart.models.verifier.outline import first_line, length_of, locate
+from headstart.models.verifier.outline import (
+    first_line,
+    length_of,
+    locate,
+    needs_trust,
+    not_loaded,
+    trusted,
+)
 from headstart.models.verifier.verifier import Verifier
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -41,13 +48,16 @@ class PartialVerifier(Verifier):
         """
         path = locate(name)
         try:
-            config = AutoConfig.from_pretrained(path)
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            trust = {"trust_remote_code": trusted(name)}
+            config = AutoConfig.from_pretrained(path, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(path, **trust)
             with init_empty_weights(include_buffers=False):  # Gemma's embedding has one
-                model = mimo.from_config(config, getattr(torch, dtype))
+                model = mimo.from_config(config, getattr(torch, dtype), **trust)
             wanted = needed(model)
             tensors = read_tensors(path, wanted, getattr(torch, dtype), device)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            if needs_trust(error):
+                raise not_loaded(name, error) from error
             raise ValueError(
                 f"verifier {name!r} cannot be read in part: {first_line(error)} {HINT}"
             ) from error
@@ -89,10 +99,12 @@ class PartialVerifier(Verifier):
 def needed(model: Any) -> list[str]:
     """Names of all tensors but those of the decoder layers before the last."""
     count = model.config.get_text_config().num_hidden_layers
+    decoder = model.get_decoder()  # a model that reads images has other lists of layers, too
+    of_text = [m for m in decoder.children() if isinstance(m, torch.nn.ModuleList)]
     layers = next(
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+        if any(module is found for found in of_text) and len(module) == count
     )
     before = tuple(f"{layers}.{i}." for i in range(count - 1))
     return [name for name in model.state_dict() if not name.startswith(before)]

@@ -23,7 +23,13 @@ from headstart.models.verifier import adapter, rotary
 from headstart.models.verifier.cache import RaggedCache
 from headstart.models.verifier.decoder import Decoder, States
 from headstart.models.verifier.mimo import class_for
-from headstart.models.verifier.outline import first_line, length_of, locate, not_loaded
+from headstart.models.verifier.outline import (
+    first_line,
+    length_of,
+    locate,
+    not_loaded,
+    trusted,
+)
 
 # What the weights do not show. Not the whole config: a new release of transformers adds fields.
 _IDENTITY = (
@@ -36,6 +42,8 @@ __all__ = ["States", "Verifier"]
 
 class Verifier(Decoder):
     """A causal language model in `eval()`, frozen unless its model is also what is trained."""
+
+    stream_shape: tuple[int, ...] | None = None  # of a layer's states of one text of two tokens
 
     def __init__(
         self,
@@ -86,15 +94,17 @@ class Verifier(Decoder):
         disable_progress_bar()  # one for a load of seconds, in between our own lines
         quantised = None
         try:
-            config = AutoConfig.from_pretrained(path)
+            trust = {"trust_remote_code": trusted(name)}
+            config = AutoConfig.from_pretrained(path, **trust)
             quantised = quantisation(config)
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, **trust)
             model, loaded = class_for(config).from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
                 output_loading_info=True,
                 device_map="auto" if spread else None,
+                **trust,
             )
         except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise not_loaded(name, error, quantised) from error
@@ -189,7 +199,8 @@ class Verifier(Decoder):
                 self._attention_kinds = {kind: w and 3 for kind, w in kinds.items()}
             own = self.model(input_ids=ids, use_cache=False).logits[0].float()
             cache = self.new_cache(1)
-            parts = [self.states(ids[:, :2], cache=cache)]
+            parts = [self.states(ids[:, :2], (1,), cache=cache)]
+            self.stream_shape = tuple(parts[0].features.shape)
             self.states(ids[:, :2].flip(1), cache=cache)
             cache.keep(cache.positions < 2)
             parts.append(self.states(ids[:, 2:], cache=cache))
@@ -200,6 +211,21 @@ class Verifier(Decoder):
         own, ours = own - own.mean(-1, keepdim=True), ours - ours.mean(-1, keepdim=True)
         errors = (own - ours).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)  # [T]
         return bool(errors.median() < 0.05)
+
+    def check_streams(self) -> None:
+        """Raise a ValueError where a layer gives more than one vector a token (Gemma 3n four), for
+        whoever reads it."""
+        if self.stream_shape not in (None, (1, 2, self.hidden_size)):
+            raise ValueError(
+                f"verifier {self.name!r}: a layer of {type(self.decoder).__name__} gives states of "
+                f"shape {list(self.stream_shape)} for 2 tokens, not a vector a token, which this "
+                "drafter reads; train eagle1 or medusa, which read those after the last one"
+            )
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embedding; the head may have more."""
+        return self.model.get_input_embeddings().weight.shape[0]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding: `[...]` -> `[..., H]`."""

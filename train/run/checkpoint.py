@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from headstart.eval.engines import server
 from headstart.models.drafter import TrainableDrafter
 from headstart.models.verifier.adapter import join, split
+from headstart.models.verifier.names import split_length
 from headstart.train.run.settings import RUN_LENGTH
 
 _MAY_CHANGE = {  # on a resume: how long and how carefully to train, where to write, memory
@@ -342,6 +343,9 @@ def model_card(recipe: dict[str, Any], state: dict[str, Any], drafter: Trainable
         if adapter is not None:
             parts.append(f"Before it is served, merge the adapter `{adapter}` into its model.")
         more = server.unchecked(drafter.config.to_dict())
-        words = server.command(model, config, more)
+        made_for = drafter.verifier
+        if made_for.length or made_for.longer:  # by which an engine chooses rotary factors
+            more += ["--max-model-len", str(made_for.context_length)]
+        words = server.command(split_length(model)[0], config, more)
         parts += ["Serve it:", f"    {server.shown(words, {})}"]
     return "\n\n".join(parts) + "\n"

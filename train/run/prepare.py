@@ -15,7 +15,7 @@ from headstart.data.conversations.law import check as check_law
 from headstart.data.conversations.mixture import Mixture
 from headstart.data.rows.collate import Loader
 from headstart.data.rows.rendering import render_all
-from headstart.data.rows.row import Row
+from headstart.data.rows.row import Row, check_ids
 from headstart.data.rows.selection import Selection
 from headstart.data.rows.stream import StreamLoader
 from headstart.data.states.cache import Cache, CachedFeaturizer
@@ -93,7 +93,8 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
         with named(f"data.eval {config.eval!r}"):
             check_law(reading.read(config.eval), Law(0.0), lambda law: _WAY_OUT)
     eval_rows: list[Row] = []
-    selection = Selection(*arguments, config.min_tokens, config.longer)
+    rows = verifier.num_embeddings
+    selection = Selection(*arguments, config.min_tokens, config.longer, num_embeddings=rows)
     if config.eval in config.weights:
         warnings.warn(
             f"data.eval {config.eval!r} is trained on: its τ says nothing about other prompts",
@@ -113,6 +114,8 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     if config.eval is not None:
         with named("data.eval"):
             eval_rows, audit = render_all(config.eval, *arguments, config.eval_limit, spread=True)
+            for row in eval_rows:
+                check_ids(f"row {row.id!r}", row.input_ids, rows)
         accelerator.print(f"{config.eval}: {audit}; {len(eval_rows)} rows are replayed")
     counts = count_tokens(train, verifier.vocab_size)
     return Data([] if config.streaming else train, eval_rows, counts, selection)

@@ -9,7 +9,7 @@ from tiny import verifier as tiny_verifier
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from headstart.eval.decoding.speculate import generate
-from headstart.eval.engines import server
+from headstart.eval.engines import commands, kinds
 from headstart.models.drafters.draft_lm import DraftLM, DraftLMConfig
 from headstart.models.drafters.eagle1 import Eagle1, Eagle1Config
 from headstart.models.drafters.eagle3 import Eagle3, Eagle3Config
@@ -24,6 +24,7 @@ from headstart.models.verifier import rotary
 from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.partial import PartialVerifier
 from headstart.models.verifier.verifier import Verifier
+from headstart.train.run.checkpoint import model_card
 
 BORDER, WHOLE = 16, 64
 LONGROPE = {
@@ -38,6 +39,7 @@ DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
     "max_position_embeddings": BORDER, "num_hidden_layers": 3,
 }  # fmt: skip
+ENGINE_LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length"}  # that load EAGLE-1
 LOSS = LossConfig("hard_ce", num_steps=3, gamma=1.0)
 DRAFTERS = {
     "eagle3": lambda v: Eagle3.create(v, Eagle3Config((1, 2)), LOSS, torch.ones(v.vocab_size)),
@@ -187,13 +189,25 @@ def test_drafters_of_short_and_long_factors_are_not_mixed(folder: str, tmp_path:
 @pytest.mark.parametrize("end, tokens", [("", BORDER), (f"@{WHOLE}", WHOLE), ("@12", 12)])
 def test_the_engine_is_told_the_length(folder: str, tmp_path: Path, end: str, tokens: int) -> None:
     DRAFTERS["eagle1"](Verifier.load(folder + end)).save(tmp_path)
-    assert server.verifier_of(None, str(tmp_path)) == folder
-    assert server.length_arguments(None, str(tmp_path)) == ["--max-model-len", str(tokens)]
+    assert kinds.verifier_of(None, str(tmp_path)) == folder
+    for engine, name in ENGINE_LENGTHS.items():
+        (*_, words) = commands.lines(engine, str(tmp_path), None, 2, [], None)
+        place = words.index(name)
+        assert words[place + 1] == str(tokens) and folder + end not in words
+
+
+@pytest.mark.parametrize("end, tokens", [("", BORDER), (f"@{WHOLE}", WHOLE)])
+def test_the_model_card_says_it_too(folder: str, end: str, tokens: int) -> None:
+    drafter = DRAFTERS["eagle1"](Verifier.load(folder + end))
+    card = model_card(
+        {"verifier": folder + end}, {"step": 1, "tokens": 1, "validation": None}, drafter
+    )
+    assert f"    vllm serve {folder} --max-model-len {tokens} --spec" in card
 
 
 def test_an_engine_chooses_the_length_of_other_models(tmp_path: Path) -> None:
     folder = save(tiny_verifier(), tmp_path)
-    assert server.length_arguments(folder, "prompt-lookup") == []
+    assert commands.length_arguments("vllm", "prompt-lookup", folder) == []
 
 
 def test_a_draft_model_has_the_factors_that_an_engine_gives_it(folder: str) -> None:

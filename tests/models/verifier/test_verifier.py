@@ -9,8 +9,12 @@ from tiny import COMMON, FAMILIES, tokenizer
 from tiny import save as save_verifier
 from tiny import verifier as tiny_verifier
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
+from transformers.utils import hub
 
+from headstart.data.rows.rendering import load_tokenizer
+from headstart.models.verifier.outline import Outline
+from headstart.models.verifier.partial import PartialVerifier
 from headstart.models.verifier.verifier import Verifier, end_of_turn_ids
 
 IDS = torch.randint(3, 60, (2, 14), generator=torch.Generator().manual_seed(0))
@@ -229,3 +233,76 @@ def test_unknown_way_to_logits_is_refused() -> None:
     model.lm_head.forward = odd
     with pytest.raises(ValueError, match="computes its logits in a way"):
         Verifier(model, tokenizer(64), "odd")
+
+
+# ---- code of its own -------------------------------------------------------------------------
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model's folder that brings its code along."""
+    for module in (dynamic_module_utils, hub):
+        monkeypatch.setattr(module, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = saved(tiny_verifier(), tmp_path / "own")
+    (folder / "own.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "own", "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+READERS = {
+    "verifier": Verifier.load,
+    "part of it": lambda name: PartialVerifier.read(name, "float32", "cpu"),
+    "config": Outline.read,
+    "tokenizer": load_tokenizer,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_code_that_a_model_brings_along_is_run_where_its_name_is_trusted(
+    with_code: str, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for names in ("", "another/model"):
+        monkeypatch.setenv("HEADSTART_TRUST_CODE", names)
+        with pytest.raises(ValueError, match=r"^verifier .* code of its own.*_TRUST_CODE") as e:
+            READERS[reader](with_code)
+        one_line(e)
+    monkeypatch.setenv("HEADSTART_TRUST_CODE", f"another/model, {with_code}")
+    assert READERS[reader](with_code)
+
+
+# ---- a family that is not as its config says -------------------------------------------------
+
+
+def test_a_family_that_sees_more_than_its_window_is_refused() -> None:
+    """Moshi's config has a window, which its masks leave out."""
+    settings = COMMON | {"vocab_size": 64, "sliding_window": 6, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("moshi", **(settings | {"ffn_dim": 48}))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 0.3)
+    with pytest.raises(ValueError, match="sees other tokens before a token than its config") as e:
+        Verifier(model, tokenizer(64), "tiny/moshi")
+    one_line(e)
+
+
+def test_window_and_config_are_as_they_were_after_the_check() -> None:
+    verifier = tiny_verifier("mistral")
+    assert verifier.config.sliding_window == 6
+    assert verifier._attention_kinds == {"sliding_attention": 6}
