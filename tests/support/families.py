@@ -273,9 +273,11 @@ def outcomes() -> Iterator[tuple[str, str | dict[str, str | None]]]:
 
 def short(reason: str, name: str) -> str:
     """A refusal as the table has it: without the name, and without the way out."""
-    for lead in (f"verifier 'tiny/{name}': ", "drafter.init 'layers:0': "):
+    for lead in (f"verifier 'tiny/{name}': ", "drafter.init 'layers:0': ", "verifier "):
         reason = reason.removeprefix(lead)
-    reason = reason.replace(f"tiny/{name}", "it").split("; ")[0].replace("|", "/")
+    for own in (f"'tiny/{name}'", f"'a layer of tiny/{name}'", f"tiny/{name}"):
+        reason = reason.replace(own, "a layer of it" if "layer" in own else "it")
+    reason = reason.split("; ")[0].replace("|", "/")
     return reason if len(reason) < 200 else f"{reason[:200]} …"
 
 
