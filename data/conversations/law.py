@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from headstart.data.conversations.bad import BadRow
+
 _ALWAYS = ("temperature", "top_k", "top_p")  # rows name them even where they are off
 
 
@@ -65,7 +67,7 @@ def of_row(row: dict[str, Any], where: str) -> Law | None:
     """The law of a row's answers; None: unknown, as its temperature is.
 
     Raises:
-        ValueError: a number that is none, or a temperature below 0.
+        BadRow: a number that is none, or a temperature below 0.
     """
     if row.get("temperature") is None:
         return None
@@ -76,10 +78,10 @@ def of_row(row: dict[str, Any], where: str) -> Law | None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
-            raise ValueError(f"{where}: {field.name} must be a number, got {value!r}")
+            raise BadRow(where, f"{field.name} must be a number", f", got {value!r}")
         found[field.name] = value
     if found["temperature"] < 0:
-        raise ValueError(f"{where}: temperature must be a number ≥ 0, got {found['temperature']}")
+        raise BadRow(where, "temperature must be a number ≥ 0", f", got {found['temperature']}")
     found["top_k"] = max(0, found.get("top_k", 0))  # engines write -1 where it is off
     left = row.get("left_to_server") or ()
     return Law(**found, left_to_server=tuple(map(str, left)))
