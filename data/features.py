@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart.data.conversations import reading
+from headstart.data.conversations import bad, reading
 from headstart.data.rows.packing import by_length
 from headstart.data.rows.rendering import render_all
 from headstart.data.rows.row import check_ids
@@ -55,6 +55,8 @@ class Features:
     """Rows are cut at so many tokens: data.max_length of the training."""
     limit: int | None = None
     """Only the first so many conversations of each."""
+    max_bad_rows: float = bad.MAX_BAD_ROWS
+    """Fraction of unusable rows, which are left out, that ends the run; after 1000 rows."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template; default: those recorded with the answers."""
     verifier_dtype: str = "float32"
@@ -92,6 +94,7 @@ def run(settings: Features) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
+    bad.check_limit(settings.max_bad_rows, "max_bad_rows")
     if Path(settings.out).is_file():
         raise ValueError(f"out {settings.out!r} is a file; pass a folder")
     for source in settings.data:
@@ -120,6 +123,7 @@ def store(settings: Features, layers: tuple[int, ...]) -> None:
             settings.max_length,
             settings.chat_template_kwargs,
             settings.limit,
+            max_bad_rows=settings.max_bad_rows,
         )
         for row in rows:
             check_ids(f"row {row.id!r}", row.input_ids, verifier.num_embeddings)

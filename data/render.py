@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from headstart.data.conversations import reading
+from headstart.data.conversations.bad import BadRow
 from headstart.data.rows.rendering import load_tokenizer, render
 from headstart.data.rows.row import Audit, Row
 from headstart.script import named
@@ -62,10 +63,16 @@ def run(settings: Render) -> None:
     arguments = (tokenizer, terminator_ids, settings.max_length, settings.chat_template_kwargs)
     audit = Audit()
     shown = False
-    source = reading.read(settings.data, settings.split, settings.limit)
+    source = reading.read(settings.data, settings.split, settings.limit, refuse=audit.refuse)
     with named("data"):
         for number, conversation in enumerate(source):
-            rows = render(conversation, *arguments)
+            try:
+                rows = render(conversation, *arguments)
+            except BadRow as error:
+                if number == settings.row:
+                    raise
+                audit.refuse(error)
+                continue
             audit.add(rows)
             for row in rows if number == settings.row else ():
                 shown = True

@@ -37,9 +37,11 @@ from headstart.models.verifier.outline import Outline
 from headstart.models.verifier.verifier import Verifier
 from headstart.script import parse, run_script
 from headstart.train import eagle3, medusa
-from headstart.train.run import prepare
+from headstart.train.run import checkpoint, prepare
 from headstart.train.run import recipe as shared
+from headstart.train.run.checkpoint import Saved
 from headstart.train.run.prepare import count_tokens
+from headstart.train.run.settings import DataConfig
 from headstart.train.run.start import check_checkpoint, initial_drafter
 from headstart.train.run.tracking import Tracker
 
@@ -492,6 +494,40 @@ def test_answers_that_are_not_greedy_do_not_validate(
         prepare.render_data(*given)
     config.train, config.eval = config.eval, None
     assert len(prepare.render_data(*given).train) == 5
+
+
+def test_rows_that_cannot_be_used_are_left_out_of_both_data_sets_and_named(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    config = recipe(tmp_path, verifier).data
+    for source in (config.train, config.eval):
+        with Path(source).open("a") as file:
+            file.write('{broken\n{"a": 1}\n')
+    loaded = Verifier.load(verifier)
+    with pytest.warns(UserWarning, match=r"eval\.jsonl: left out: 1 rows: broken JSON .* line 6"):
+        data = prepare.render_data(config, loaded, Accelerator(cpu=True))
+    assert (len(data.train), len(data.eval)) == (12, 3)
+    said = capsys.readouterr().out
+    assert "left out: 1 rows: broken JSON (the first: " in said and "train.jsonl, line 13" in said
+    assert "1 rows: no messages, conversations, turns, prompt or text (the first: " in said
+
+
+def test_more_of_them_than_the_limit_end_a_run(tmp_path: Path, verifier: str) -> None:
+    config = recipe(tmp_path, verifier).data
+    with Path(config.train).open("a") as file:
+        file.write('{"text": "w1 w2 w3"}\n' * 975 + "{broken\n" * 13)
+    loaded = Verifier.load(verifier)
+    complaint = r"data\.train: 13 of 1000 rows .* max_bad_rows = 0\.01 allows: .* line 988: broken"
+    with pytest.raises(ValueError, match=complaint):
+        prepare.render_data(config, loaded, Accelerator(cpu=True))
+    config.max_bad_rows = 0.02
+    assert len(prepare.render_data(config, loaded, Accelerator(cpu=True)).train) == 12 + 975
+    checkpoint.check_same(  # a run that too many have ended goes on with a higher limit
+        Saved(Path("x"), {"data": {"max_bad_rows": 0.01}}, {}, [], {}),
+        {"data": {"max_bad_rows": 0.02}},
+    )
+    with pytest.raises(ValueError, match=r"data\.max_bad_rows is 2.*; it must be a fraction"):
+        DataConfig("x.jsonl", max_bad_rows=2.0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.conversations.reading import Reader
 
@@ -17,7 +18,8 @@ class Mixture:
     """Conversations of several sources; iterating gives the rest of the current pass.
 
     A pass ends when every source has been read to its end: the smaller ones begin anew meanwhile,
-    so no row is left out, and some come more than once. A single source is read once.
+    so no row is left out, and some come more than once. A single source is read once. In place of a
+    row that cannot be read comes a `BadRow`, which counts as one of its source.
 
     Args:
         weights: of each source, relative to each other.
@@ -42,11 +44,11 @@ class Mixture:
         self.taken = [0] * len(self.readers)  # conversations of each in this pass
         self.read_whole = [False] * len(self.readers)
 
-    def __iter__(self) -> Iterator[Conversation]:
+    def __iter__(self) -> Iterator[Conversation | BadRow]:
         left = None if self.limit is None else self.limit - sum(self.taken)
         return islice(self._mixed(), left)
 
-    def _mixed(self) -> Iterator[Conversation]:
+    def _mixed(self) -> Iterator[Conversation | BadRow]:
         rows = [iter(reader) for reader in self.readers]
         while not all(self.read_whole):
             count = sum(self.taken) + 1
@@ -64,7 +66,8 @@ class Mixture:
                     rows[source] = iter(self.readers[source])
                 continue
             self.taken[source] += 1
-            if len(rows) > 1:  # ids of different sources may be the same
+            if len(rows) > 1 and not isinstance(conversation, BadRow):
+                # ids of different sources may be the same
                 conversation.id = f"{self.readers[source].source}:{conversation.id}"
             yield conversation
 
@@ -76,7 +79,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Go on where `state` was taken, in its order of the sources, however they are listed now.
 
         Raises:
             ValueError: it is of other sources, or one has changed.
@@ -86,6 +89,12 @@ class Mixture:
                 f"there are {len(self.readers)} sources, and were {len(state['readers'])} when the "
                 "run was begun; resume with the same, or begin a new run"
             )
+        names = [reader.source for reader in self.readers]
+        before = [saved["source"] for saved in state["readers"]]
+        if sorted(names) == sorted(before):
+            order = [names.index(name) for name in before]
+            self.readers = [self.readers[i] for i in order]
+            self.shares = [self.shares[i] for i in order]
         for reader, saved in zip(self.readers, state["readers"], strict=True):
             reader.load_state_dict(saved)
         self.taken, self.read_whole = state["taken"].copy(), state["read_whole"].copy()

@@ -20,18 +20,20 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from headstart.data.conversations import reading
+from headstart.data.conversations import bad, reading
+from headstart.data.conversations.bad import MAX_BAD_ROWS, BadRow
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.row import Audit, Row
 from headstart.data.rows.template import (
     UNSTABLE,
     check_ids,
     one_bos,
+    refused,
     template_ids,
     template_text,
     written_turn,
 )
-from headstart.models.verifier.outline import first_line, locate, not_loaded, trusted
+from headstart.models.verifier.outline import locate, not_loaded, trusted
 from headstart.models.verifier.verifier import end_of_turn_ids
 
 
@@ -76,8 +78,9 @@ def render(
         chat_template_kwargs: for the chat template; None takes those recorded in the row.
 
     Raises:
-        ValueError: the row's answers were written with other chat_template_kwargs or another
-            tokenizer, or the chat template refuses it. Names the row.
+        ValueError: the row's answers were written with other chat_template_kwargs.
+        BadRow: they were written with another tokenizer, or the chat template refuses it. Both
+            name the row.
     """
     kwargs = _agreed_kwargs(conversation, chat_template_kwargs)
     terminators = set(terminator_ids)
@@ -87,9 +90,7 @@ def render(
         try:
             documents = _chat(conversation, tokenizer, terminators, kwargs)
         except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"row {conversation.id!r}: the chat template refuses it: {first_line(error)}"
-            ) from error
+            raise refused(conversation.id, error) from error
     rows = []
     for number, document in enumerate(documents, 1):
         suffix = f"/{number}" if len(documents) > 1 else ""
@@ -122,19 +123,32 @@ def render_all(
     limit: int | None = None,
     split: str = "train",
     spread: bool = False,
+    max_bad_rows: float = MAX_BAD_ROWS,
 ) -> tuple[list[Row], Audit]:
     """All rows of a data set that have something to learn from, and the audit.
 
+    Conversations that cannot be used are left out, counted, and warned about.
+
+    Args:
+        max_bad_rows: fraction of them beyond which it is an error.
+
     Raises:
-        ValueError: as `conversations.read` and `render`; or not one supervised token.
+        ValueError: as `conversations.read` and `render`; too many that cannot be used; or not one
+            supervised token.
     """
     kept: list[Row] = []
     audit = Audit()
-    for conversation in reading.read(source, split, limit, spread):
-        rows = render(conversation, tokenizer, terminator_ids, max_length, chat_template_kwargs)
-        audit.add(rows)
-        kept += [row for row in rows if not row.empty]
+    for conversation in reading.read(source, split, limit, spread, audit.refuse):
+        try:
+            rows = render(conversation, tokenizer, terminator_ids, max_length, chat_template_kwargs)
+            audit.add(rows)
+            kept += [row for row in rows if not row.empty]
+        except BadRow as error:
+            audit.refuse(error)
+        audit.check_bad(max_bad_rows)
     audit.check(source, max_length)
+    if audit.unusable:
+        warnings.warn(f"{source}: left out: {bad.summary(audit.unusable)}", stacklevel=2)
     return kept, audit
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from headstart.data.conversations import bad
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.law import Law
 
 
@@ -82,6 +84,10 @@ class Audit:
     """Rows left out as longer than max_length."""
     contaminated: int = 0
     """Conversations left out, and not counted above, as their prompt is an evaluation prompt."""
+    first_contaminated: list[str] = field(default_factory=list)
+    """The first three of these, by id and prompt."""
+    unusable: bad.Bad = field(default_factory=dict)
+    """Conversations left out, and not counted above, as they cannot be used."""
     split: int = 0
     """Conversations that became more than one row."""
 
@@ -99,6 +105,15 @@ class Audit:
             self.truncated += row.truncated
             self.empty += row.empty
 
+    def refuse(self, row: BadRow) -> None:
+        """Count a conversation that cannot be used."""
+        bad.count(self.unusable, row)
+
+    def check_bad(self, most: float) -> None:
+        """Raise a ValueError where more than `most`, a fraction, cannot be used."""
+        rows = self.conversations + self.contaminated + bad.total(self.unusable)
+        bad.check(self.unusable, rows, most)
+
     def check(self, source: str, max_length: int) -> None:
         """Warn when turns lack their terminator.
 
@@ -106,7 +121,9 @@ class Audit:
             ValueError: there is nothing to learn from; says why.
         """
         if self.rows == self.empty + self.short + self.long:
-            if self.contaminated and not self.conversations:
+            if self.unusable and not self.conversations:
+                reason = "no row of it can be used"
+            elif self.contaminated and not self.conversations:
                 reason = f"all its {self.contaminated} prompts are evaluation prompts"
             elif self.conversations == 0:
                 reason = "it has no rows"
@@ -126,6 +143,8 @@ class Audit:
                     "nothing of its assistant turns is found in what the verifier's chat template "
                     "writes; see a row with data/render.py"
                 )
+            if self.unusable:
+                reason += f"; left out: {bad.summary(self.unusable)}"
             raise ValueError(f"{source!r}: not one supervised token: {reason}")
         if self.terminators != self.finished:
             warnings.warn(
@@ -146,7 +165,7 @@ class Audit:
         )
 
     def left_out(self) -> str:
-        """What was chosen to be left out, if anything was."""
+        """What was left out, if anything was."""
         counts = (
             (self.short, "rows left out as too short"),
             (self.long, "rows left out as too long"),
@@ -154,4 +173,8 @@ class Audit:
             (self.context_only, "assistant turns not trained on, as the data says"),
         )
         found = ", ".join(f"{count} {what}" for count, what in counts if count)
-        return f"\n{found}" if found else ""
+        if self.first_contaminated:
+            found += f": {', '.join(self.first_contaminated)}"
+            found += ", …" * (self.contaminated > len(self.first_contaminated))
+        unusable = f"left out: {bad.summary(self.unusable)}" if self.unusable else ""
+        return "".join(f"\n{line}" for line in (found, unusable) if line)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +32,7 @@ class StreamLoader:
 
     Raises:
         ValueError: a batch that cannot hold `max_length` tokens; when iterating, fewer rows than
-            ranks.
+            ranks, or too many that cannot be used.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.mixture.load_state_dict(self.begin["mixture"])
-        self.selection.audit = Audit(**self.begin["audit"])
+        self.selection.audit = Audit(**deepcopy(self.begin["audit"]))
         for begin, rows in self._windows():
             self.begin = begin
             if len(rows) < self.world_size:

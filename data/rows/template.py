@@ -12,7 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from headstart.data.conversations.bad import REFUSED, BadRow
 from headstart.data.conversations.conversation import Conversation
+from headstart.models.verifier.outline import first_line
 
 OUR_FIELDS = ("token_ids", "truncated", "context_only")
 """Of a message; no business of the template's."""
@@ -60,6 +62,11 @@ def template_text(
     )
 
 
+def refused(row_id: str, error: Exception) -> BadRow:
+    """Of what a chat template raises."""
+    return BadRow(f"row {row_id!r}", REFUSED, f": {first_line(error)}")
+
+
 def one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Without the second BOS that a tokenizer adds where the text begins with one already."""
     bos = tokenizer.bos_token_id
@@ -79,7 +86,8 @@ def written_turn(
     The answer ends with all that the template writes after it.
 
     Raises:
-        ValueError: no template, or the answer cannot be told from what comes before it.
+        ValueError: no template.
+        BadRow: the answer cannot be told from what comes before it.
     """
     messages, tools = conversation.messages, conversation.tools
     if not tokenizer.chat_template:
@@ -102,9 +110,10 @@ def written_turn(
     shared = _shared(whole, prompt)
     before = template_ids(tokenizer, messages[:index], tools, kwargs, prompt=False)
     if shared < _shared(before, prompt):
-        raise ValueError(
-            f"row {conversation.id!r}: the chat template rewrites the turns before an answer, so "
-            "the answer's tokens cannot be found; regenerate the answers with this verifier"
+        raise BadRow(
+            f"row {conversation.id!r}",
+            "the chat template rewrites the turns before an answer",
+            ", so the answer's tokens cannot be found; regenerate the answers with this verifier",
         )
     warnings.warn(UNSTABLE, stacklevel=5)
     return whole[:shared], whole[shared:]
@@ -154,7 +163,8 @@ def check_ids(
     ids = message["token_ids"]
     text = tokenizer.decode(ids[:-1] if ids and ids[-1] in terminators else ids)
     if message["content"] and "".join(text.split()) != "".join(message["content"].split()):
-        raise ValueError(
-            f"row {row_id!r}: token_ids and content of an assistant turn differ under this "
-            "verifier's tokenizer; another verifier wrote it: regenerate it, or remove token_ids"
+        raise BadRow(
+            f"row {row_id!r}",
+            "token_ids and content of an assistant turn differ under this verifier's tokenizer",
+            "; another verifier wrote it: regenerate it, or remove token_ids",
         )

@@ -31,7 +31,7 @@ _MAY_CHANGE = {  # on a resume: how long and how carefully to train, where to wr
     *("training.learning_rate", "training.mixed_precision"),  # the way out of a loss gone astray
     *("training.validate_every", "training.save_every", "training.keep_last"),
     *("training.output_dir", "training.resume"),
-    *("data.keep_states", "data.features", "loss.chunk_positions"),
+    *("data.keep_states", "data.features", "data.max_bad_rows", "loss.chunk_positions"),
 }
 
 

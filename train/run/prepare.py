@@ -91,10 +91,14 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     )
     if config.eval is not None:
         with named(f"data.eval {config.eval!r}"):
-            check_law(reading.read(config.eval), Law(0.0), lambda law: _WAY_OUT)
+            # what cannot be read is counted below
+            there = reading.read(config.eval, refuse=lambda row: None)
+            check_law(there, Law(0.0), lambda law: _WAY_OUT)
     eval_rows: list[Row] = []
-    rows = verifier.num_embeddings
-    selection = Selection(*arguments, config.min_tokens, config.longer, num_embeddings=rows)
+    rows, most = verifier.num_embeddings, config.max_bad_rows
+    selection = Selection(
+        *arguments, config.min_tokens, config.longer, num_embeddings=rows, max_bad_rows=most
+    )
     if config.eval in config.weights:
         warnings.warn(
             f"data.eval {config.eval!r} is trained on: its τ says nothing about other prompts",
@@ -102,7 +106,7 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
         )
     elif config.eval is not None:
         with named("data.eval"):
-            selection.hold_out(reading.read(config.eval))
+            selection.hold_out(reading.read(config.eval, refuse=lambda row: None))
     limit = config.limit
     if config.streaming:
         limit = STREAMED_FIRST if limit is None else min(limit, STREAMED_FIRST)
@@ -113,7 +117,9 @@ def render_data(config: DataConfig, verifier: Verifier, accelerator: Accelerator
     accelerator.print(f"{'the first of ' * config.streaming}{sources}: {selection.audit}")
     if config.eval is not None:
         with named("data.eval"):
-            eval_rows, audit = render_all(config.eval, *arguments, config.eval_limit, spread=True)
+            eval_rows, audit = render_all(
+                config.eval, *arguments, config.eval_limit, spread=True, max_bad_rows=most
+            )
             for row in eval_rows:
                 check_ids(f"row {row.id!r}", row.input_ids, rows)
         accelerator.print(f"{config.eval}: {audit}; {len(eval_rows)} rows are replayed")

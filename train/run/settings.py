@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from headstart.data.conversations import bad
 from headstart.data.conversations.mixture import check_weights
 from headstart.models.batch import Batch
 from headstart.models.drafter import TrainableDrafter
@@ -27,7 +28,7 @@ class DataConfig:
     """What is trained on, and what validation replays."""
 
     train: str | dict[str, float]
-    """JSONL or Parquet file, folder or Hub data set: conversations that the verifier answered.
+    """JSON, CSV or Parquet, folder or Hub data set: conversations that the verifier answered.
     Several are mixed by weight: {SOURCE: WEIGHT, …}."""
     eval: str | None = None
     """The same, greedy answers to other prompts; default: no validation."""
@@ -43,6 +44,8 @@ class DataConfig:
     """Training rows over max_length: cut there, or left out."""
     streaming: bool = False
     """Read the training data while training, window by window: for more than memory holds."""
+    max_bad_rows: float = bad.MAX_BAD_ROWS
+    """Fraction of unusable rows, which are left out, that ends the run; after 1000 rows."""
     limit: int | None = None
     """Train on the first so many conversations."""
     eval_limit: int | None = None
@@ -62,6 +65,7 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name} is {value}; it must be {least} or more")
+        bad.check_limit(self.max_bad_rows, "data.max_bad_rows")
         if self.features is not None and self.streaming:
             raise ValueError(
                 f"data.features is {self.features!r}, but what is streamed has no states on disk; "

@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.mixture import Mixture
 
 
@@ -84,3 +85,35 @@ def test_what_cannot_be_mixed_is_named(tmp_path, three):
         list(Mixture({source: 1.0, empty: 1.0}))
     with pytest.raises(ValueError, match="there are 3 sources, and were 1 when the run"):
         Mixture(three).load_state_dict(Mixture({source: 1.0}).state_dict())
+
+
+def test_a_resume_does_not_depend_on_the_order_in_which_sources_are_listed(three):
+    even = dict.fromkeys(three, 1.0)  # whose ties the order decides
+    for weights in (even, three):
+        whole = [row.id for row in Mixture(weights)]
+        begun = Mixture(weights)
+        first = [row.id for row in islice(begun, 20)]
+        resumed = Mixture({source: weights[source] for source in reversed(weights)})
+        resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert first + [row.id for row in resumed] == whole
+        resumed.restart()
+        assert [row.id for row in resumed] == whole, "nor does the next pass"
+
+
+def test_a_row_that_cannot_be_read_keeps_its_place_over_a_resume(tmp_path):
+    good, bad = write(tmp_path, "a", 6), tmp_path / "bad.jsonl"
+    bad.write_text('{"id": "x", "prompt": "x"}\n{broken\n{"id": "z", "prompt": "x"}\n')
+    weights = {good: 2.0, str(bad): 1.0}
+
+    def names(rows) -> list[str]:
+        return [str(r) if isinstance(r, BadRow) else r.id.rsplit("/", 1)[-1] for r in rows]
+
+    whole = names(Mixture(weights))
+    assert whole[:3] == ["a.jsonl:0", "bad.jsonl:x", "a.jsonl:1"]
+    assert sum("line 2: broken JSON" in name for name in whole) == 1
+    for stop in range(len(whole)):
+        begun = Mixture(weights)
+        first = names(islice(begun, stop))
+        resumed = Mixture(weights)
+        resumed.load_state_dict(begun.state_dict())
+        assert first + names(resumed) == whole

@@ -190,3 +190,41 @@ def test_what_cannot_be_streamed_is_named(source):
     state = loader(source).state_dict()
     with pytest.raises(ValueError, match="begun with seed = 0 of its training data, now it is 5"):
         loader(source, seed=5).load_state_dict(state)
+
+
+@pytest.fixture
+def holed(source) -> str:
+    """The source with three lines that cannot be read, in three windows."""
+    lines = Path(source).read_text().splitlines()
+    for place in (5, 45, 99):
+        lines.insert(place, "{broken")
+    Path(source).write_text("\n".join(lines) + "\n")
+    return source
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_counted_once_a_pass(holed):
+    said = []
+    stream = loader(holed, said=said)
+    for _ in range(2):
+        assert sorted(rows_of(of_pass(stream))) == KEPT
+    assert len(said) == 2
+    for text in said:
+        assert "left out: 3 rows: broken JSON (the first: " in text and "line 6: broken" in text
+
+
+def test_they_are_counted_once_over_a_resume(holed):
+    whole = of_pass(loader(holed))
+    for stop in range(1, len(whole), 3):
+        said = []
+        begun, resumed = loader(holed), loader(holed, said=said)
+        first = [prompts(batch) for batch in islice(begun, stop)]
+        resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+        assert first + of_pass(resumed) == whole
+        assert "left out: 3 rows: broken JSON" in said[0]
+
+
+def test_too_many_of_them_end_the_run(source):
+    with Path(source).open("a") as file:
+        file.write("{broken\n" * 900)
+    with pytest.raises(ValueError, match=r"900 of 1000 rows .* more than max_bad_rows = 0\.01"):
+        of_pass(loader(source))
