@@ -6,8 +6,9 @@
 A drafter is trained on what its verifier really writes. Every assistant turn of the prompts is
 written anew, after the same earlier turns, and stored as text and as the token ids themselves
 (text does not always encode back to the ids that made it), with the law they were drawn from:
-temperature, top_k, top_p. `--self-prompt N` needs no prompts: an instruct model, given only its
-template's user prefix, writes N user turns first.
+temperature, top_k, top_p. A call of a tool stays as it is where its result is recorded, and is not
+trained on; one without a result is written anew, and ends its conversation. `--self-prompt N` needs
+no prompts: an instruct model, given only its template's user prefix, writes N user turns first.
 
 A stopped run is continued by the same command: answered prompts are kept, and no answer is ever
 removed; a prompt whose turns have changed is answered anew. An answer depends on (seed, prompt)
@@ -37,7 +38,8 @@ from headstart.data.answers.answer_file import AnswerFile
 from headstart.data.answers.decoding import answer, self_prompts, user_prefix
 from headstart.data.answers.remote import RemoteVerifier
 from headstart.data.answers.turns import Asking, Limits, Turns
-from headstart.data.conversations import reading
+from headstart.data.conversations import bad, reading
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.rendering import load_tokenizer
 from headstart.models.proposal.sampling import Sampling, check_seed
@@ -62,6 +64,8 @@ class Regenerate:
     """Answer only the first so many prompts."""
     self_prompt: int = 0
     """Let the verifier write so many prompts itself."""
+    max_bad_rows: float = bad.MAX_BAD_ROWS
+    """Fraction of unreadable rows, which are left out, that ends the run; after 1000 rows."""
     max_new_tokens: int = 192
     """Longest answer, in tokens."""
     max_prompt_tokens: int = 1024
@@ -99,6 +103,7 @@ SPEED_ONLY = (
     "batch_size",
     "device",
     "limit",
+    "max_bad_rows",
     "self_prompt",
     "server",
     "timeout",
@@ -110,22 +115,38 @@ def read_prompts(settings: Regenerate) -> list[Conversation]:
     """The rows that have a turn to answer.
 
     Raises:
-        ValueError: there is none, or two have the same id.
+        ValueError: there is none, or too many cannot be read.
     """
     if settings.prompts is None:
         return []
+    unusable: bad.Bad = {}
+    rows = []
+
+    def check() -> None:
+        bad.check(unusable, len(rows) + bad.total(unusable), settings.max_bad_rows)
+
+    def refuse(row: BadRow) -> None:
+        bad.count(unusable, row)
+        check()
+
     with named("prompts"):
-        rows = list(reading.read(settings.prompts, settings.split, settings.limit))
+        for row in reading.read(settings.prompts, settings.split, settings.limit, refuse=refuse):
+            rows.append(row)
+            check()
     if not rows:
-        raise ValueError(f"prompts {settings.prompts!r}: nothing to answer, it holds no rows")
+        why = (
+            f"no row of it can be read: {bad.summary(unusable)}" if unusable else "it holds no rows"
+        )
+        raise ValueError(f"prompts {settings.prompts!r}: nothing to answer, {why}")
+    if unusable:
+        said = bad.summary(unusable)
+        warnings.warn(f"prompts {settings.prompts!r}: left out: {said}", stacklevel=2)
     prompts = [c for c in rows if c.asked()]
     if not prompts:
         raise ValueError(
             f"prompts {settings.prompts!r}: nothing to answer, none of {len(rows)} rows has a "
             "user turn"
         )
-    if len({c.id for c in prompts}) < len(prompts):
-        raise ValueError(f"prompts {settings.prompts!r}: two rows have the same id")
     return prompts
 
 
@@ -277,6 +298,7 @@ def run(settings: Regenerate) -> None:
         )
     if settings.prompts is None and settings.self_prompt < 1:
         raise ValueError("nothing to answer: pass --prompts FILE or --self_prompt N")
+    bad.check_limit(settings.max_bad_rows, "max_bad_rows")
     asked(settings)
     check_seed(settings.seed)
     prompts = read_prompts(settings)
@@ -297,6 +319,11 @@ def write(settings: Regenerate, prompts: list[Conversation], answers: AnswerFile
     if answers.others:
         facts.append(f"{answers.others} kept that answer none of this run's prompts")
     print(f"{settings.out}: {', '.join(facts)}", file=sys.stderr)
+    refused = [why for why in progress.skipped if why.startswith(bad.REFUSED)]
+    if not len(answers) and sum(progress.skipped[why] for why in refused) == len(prompts) > 0:
+        raise ValueError(
+            f"prompts {settings.prompts!r}: none is answered: {refused[0]}; choose other prompts"
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from headstart.data.conversations import reading
 from headstart.data.conversations.conversation import Conversation, parse
+from headstart.data.rows.template import plain
 from headstart.lock import only_writer
 
 _BEGINNING = b'{"id": "'  # of every line written here
@@ -99,8 +100,8 @@ class AnswerFile:
         if row is None:
             return []
         stored = parse(row, str(self.path), "")
-        asked = stored.asked()
-        if asked == prompt.asked() or asked != prompt.asked()[: len(asked)]:
+        asked, wanted = plain(stored.asked()), plain(prompt.asked())
+        if asked == wanted or asked != wanted[: len(asked)]:
             return []
         if stored.tools != prompt.tools or "truncated" in stored.messages[-1]:
             return []
@@ -223,7 +224,7 @@ class AnswerFile:
 
 def _answers(stored: Conversation, prompt: Conversation) -> bool:
     """Whether `stored` answers the turns of `prompt`; one cut off lacks the turns after it."""
-    asked, answered = prompt.asked(), stored.asked()
+    asked, answered = plain(prompt.asked()), plain(stored.asked())
     if "truncated" in stored.messages[-1]:
         asked = asked[: len(answered)]
     return asked == answered and stored.tools == prompt.tools

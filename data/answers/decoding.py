@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from headstart.data.answers.turns import Asking, Turns, reply_of
+from headstart.data.answers.turns import Asking, Turns, count_refused, reply_of
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.rows.row import check_ids
 from headstart.models.proposal.sampling import RowRandom, Sampling, draw
@@ -132,14 +133,19 @@ def answer(
 ) -> list[Conversation]:
     """Write every assistant turn of `batch`.
 
-    Prompts that are too long are left out, and counted in `skipped` by the reason.
+    Prompts that are too long, or that the chat template refuses, are left out, and counted in
+    `skipped` by the reason.
     """
     progress = [Turns(conversation) for conversation in batch]
     done: list[Conversation] = []
     while progress:
         ready: list[tuple[Turns, list[int]]] = []
         for turns in progress:
-            ids = turns.ask(verifier.tokenizer, asking.chat_template_kwargs)
+            try:
+                ids = turns.ask(verifier.tokenizer, asking.chat_template_kwargs)
+            except BadRow as error:
+                count_refused(skipped, error)
+                continue
             check_ids(f"row {turns.conversation.id!r}", ids, verifier.num_embeddings)
             excess = asking.limits.excess(len(ids))
             if excess:

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.answers.request_law import LeftOut, law_fields, refused_fields
 from headstart.data.answers.turns import Asking, Turns, reply_of
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.conversation import Conversation
-from headstart.data.rows.template import plain
 
 _FINISHED = ("stop", "tool_calls")
 _OWN_FAILURES = 8  # of one request while others are answered: it will never be
@@ -181,8 +181,13 @@ class RemoteVerifier:
     def _answer(self, connection: "Connection", turns: Turns, asking: Asking) -> Iterator[Outcome]:
         more = True
         while more:
-            with self.lock:
-                prompt = turns.ask(self.tokenizer, asking.chat_template_kwargs)
+            try:
+                with self.lock:
+                    prompt = turns.ask(self.tokenizer, asking.chat_template_kwargs)
+            except BadRow as error:
+                first = self.first_reason.setdefault(error.reason, str(error))
+                yield Outcome(skipped=f"{error.reason} (such as {first})")
+                return
             excess = asking.limits.excess(len(prompt))
             if excess:
                 yield Outcome(skipped=excess)
@@ -254,7 +259,7 @@ class RemoteVerifier:
     def _body(self, turns: Turns, asking: Asking, extended: bool) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": plain(turns.written),
+            "messages": turns.sent(),
             "max_tokens": asking.limits.max_new_tokens,
         } | law_fields(asking.sampling)
         if not asking.sampling.greedy:

@@ -2,15 +2,18 @@
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from headstart.data.conversations.bad import BadRow
 from headstart.data.conversations.conversation import Conversation
 from headstart.data.conversations.law import Law
-from headstart.data.rows.template import template_ids
+from headstart.data.rows.template import plain, refused, template_ids
 from headstart.models.proposal.sampling import Sampling
 
 
@@ -54,7 +57,8 @@ class Asking:
 
 
 class Turns:
-    """The turns written so far, and those that wait: every assistant turn is written anew.
+    """The turns written so far, and those that wait: every assistant turn is written anew, but the
+    calls of tools whose results are there. Those are context, as the results are.
 
     Args:
         written: first turns that have been answered already.
@@ -63,21 +67,52 @@ class Turns:
     def __init__(self, conversation: Conversation, written: Sequence[dict[str, Any]] = ()):
         self.conversation = conversation
         self.written = list(written)
-        asked = sum(message["role"] != "assistant" for message in written)
-        self.waiting = conversation.asked()[asked:]
+        asked = len(Conversation("", self.written).asked())
+        self.waiting = [
+            turn | {"context_only": True} if turn["role"] == "assistant" else turn
+            for turn in conversation.asked()[asked:]
+        ]
 
     def ask(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> list[int]:
         """The next turns, up to and with the user or tool turn that wants a reply.
 
         Returns:
             Ids of all that is written, up to where the assistant begins.
+
+        Raises:
+            BadRow: the chat template refuses them.
         """
         while self.waiting:
             self.written.append(self.waiting.pop(0))
             following = self.waiting[0]["role"] if self.waiting else None
-            if self.written[-1]["role"] in ("user", "tool") and following != "tool":
+            asks = self.written[-1]["role"] in ("user", "tool")
+            if asks and following not in ("tool", "assistant"):
                 break
-        return template_ids(tokenizer, self.written, self.conversation.tools, kwargs)
+        try:
+            return template_ids(tokenizer, self.written, self.conversation.tools, kwargs)
+        except (TemplateError, TypeError) as error:
+            raise refused(self.conversation.id, error) from error
+
+    def sent(self) -> list[dict[str, Any]]:
+        """What is written, as OpenAI's API takes it: a call's arguments are JSON text, and calls
+        and results have ids."""
+        sent, number = [], 0
+        unanswered: list[str] = []  # ids of calls
+        for message in plain(self.written):
+            if "tool_calls" in message:
+                calls = []
+                for call in message["tool_calls"]:
+                    number += 1
+                    function = call["function"]
+                    text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+                    own = {"id": f"call{number:05d}"} | call
+                    calls.append(own | {"function": function | {"arguments": text}})
+                unanswered = [call["id"] for call in calls]
+                message = message | {"tool_calls": calls}
+            elif message["role"] == "tool" and unanswered:
+                message = {"tool_call_id": unanswered.pop(0)} | message
+            sent.append(message)
+        return sent
 
     def seed(self) -> int:
         """Of the next answer: the same for the same turns, whatever is answered beside them."""
@@ -104,6 +139,12 @@ class Turns:
             law=replace(law.shape, left_to_server=left_to_server),
             chat_template_kwargs=asking.chat_template_kwargs,
         )
+
+
+def count_refused(skipped: Counter[str], row: BadRow) -> None:
+    """Count a prompt by the reason, of which the first one's words are kept."""
+    known = (kind for kind in skipped if kind.startswith(row.reason))
+    skipped[next(known, f"{row.reason} (such as {row})")] += 1
 
 
 def reply_of(

@@ -41,8 +41,18 @@ class Conversation:
     """What the chat template was given when the answers were written; None: not recorded."""
 
     def asked(self) -> list[dict[str, Any]]:
-        """The turns that an assistant answers: all but its own."""
-        return [message for message in self.messages if message["role"] != "assistant"]
+        """The turns that an assistant answers: all but its own, and the calls that led to a result.
+
+        A call whose result is not there ends them: nobody ran it, so nothing follows.
+        """
+        kept = []
+        for turn, after in zip(self.messages, [*self.messages, None][1:], strict=True):
+            led = after is not None and after["role"] == "tool"
+            if turn["role"] != "assistant" or led:
+                kept.append(turn)
+            elif turn.get("tool_calls"):
+                break
+        return kept
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"id": self.id, "category": self.category}

@@ -237,11 +237,104 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, prompts, fields, comp
     assert not list(tmp_path.glob("x*"))
 
 
-def test_ids_must_be_distinct(tmp_path):
+def test_rows_without_an_id_or_with_anothers_are_answered_and_found_again(tmp_path, capsys):
     file = tmp_path / "twice.jsonl"
-    file.write_text('{"id": "a", "prompt": "w1"}\n{"id": "a", "prompt": "w2"}\n')
-    with pytest.raises(ValueError, match="two rows have the same id"):
+    rows = [{"id": "a"}, {"id": None}, {}, {"id": "a"}, {"id": None}]
+    file.write_text("".join(json.dumps(r | {"prompt": f"w{n}"}) + "\n" for n, r in enumerate(rows)))
+    made = answers(settings(tmp_path, str(file)))
+    assert list(made) == ["a", "twice-000002", "twice-000003", "twice-000004:a", "twice-000005"]
+    assert [c.messages[0]["content"] for c in made.values()] == [f"w{n}" for n in range(5)]
+    capsys.readouterr()
+    assert answers(settings(tmp_path, str(file))) == made
+    assert "5 conversations, 0 tokens written" in capsys.readouterr().err
+
+
+def test_a_larger_folder_keeps_the_answers_to_a_smaller_one(tmp_path, capsys):
+    folder = tmp_path / "chats"
+    for name in ("x", "y"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.jsonl").write_text('{"prompt": "w1"}\n{"id": "b", "prompt": "w2"}\n')
+        made = answers(settings(tmp_path, str(folder)))
+    assert list(made) == ["a-000001", "b", "y/a-000001", "y/a-000002:b"]
+    assert "answered anew" not in capsys.readouterr().err
+
+
+SYSTEM = [{"role": "system", "content": "w0"}]
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.fixture
+def strict(tmp_path, monkeypatch) -> str:
+    """Twenty prompts, seven of which the template refuses."""
+    monkeypatch.setattr(VERIFIER.tokenizer, "chat_template", STRICT + tiny.TEMPLATE)
+    file = tmp_path / "strict.jsonl"
+    turns = [[{"role": "user", "content": f"w{n % 9}"}] for n in range(20)]
+    rows = [{"id": f"p{n}", "messages": SYSTEM * (n % 3 == 0) + t} for n, t in enumerate(turns)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_prompts_that_the_template_refuses_are_counted_and_the_others_answered(
+    tmp_path, strict, capsys
+):
+    made = answers(settings(tmp_path, strict))
+    assert list(made) == [f"p{n}" for n in range(20) if n % 3]
+    said = "7 prompts skipped as the chat template refuses it (such as row 'p0': the chat template"
+    assert said in capsys.readouterr().err
+    assert answers(settings(tmp_path, strict)) == made
+
+
+def test_prompts_that_are_all_refused_are_an_error_that_says_why(tmp_path, strict):
+    with pytest.raises(ValueError, match=r"none is answered: the chat template refuses it .*'p0'"):
+        run(settings(tmp_path, strict, limit=1))
+
+
+def test_prompts_that_cannot_be_read_are_left_out_and_named(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"prompt": "w1"}\n{broken\n{"a": 1}\n{"prompt": "w2"}\n')
+    said = (
+        r"some\.jsonl': left out: 1 rows: broken JSON \(the first: .* line 2: .*; 1 rows: no mess"
+    )
+    with pytest.warns(UserWarning, match=said):
+        assert list(answers(settings(tmp_path, str(file)))) == ["some-000001", "some-000004"]
+    file.write_text("{broken\n")
+    with pytest.raises(ValueError, match="nothing to answer, no row of it can be read: 1 rows: br"):
+        run(settings(tmp_path, str(file), "others"))
+
+
+def test_too_many_that_cannot_be_read_end_the_run_before_it_answers(tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text("{broken\n" * 11 + '{"prompt": "w1"}\n' * 989)
+    with pytest.raises(ValueError, match=r"11 of 1000 rows .* max_bad_rows = 0\.01 allows"):
         run(settings(tmp_path, str(file)))
+    assert not (tmp_path / "answers.jsonl").exists()
+    asked = settings(tmp_path, str(file), max_bad_rows=0.02)
+    with pytest.warns(UserWarning, match="11 rows: broken JSON"):
+        assert len(regenerate.read_prompts(asked)) == 989
+    with pytest.raises(ValueError, match=r"max_bad_rows is -1\.0; it must be a fraction"):
+        run(settings(tmp_path, str(file), max_bad_rows=-1.0))
+
+
+def test_a_call_with_its_result_is_context_for_the_answer(tmp_path, capsys):
+    call = {"type": "function", "function": {"name": "w3", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "w4", "tool_calls": [call]},
+        {"role": "tool", "content": "w5"},
+        {"role": "assistant", "content": "somebody else's words"},
+    ]
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps({"id": "x", "messages": turns}) + "\n")
+    [made] = answers(settings(tmp_path, str(file))).values()
+    assert made.messages[:3] == [turns[0], turns[1] | {"context_only": True}, turns[2]]
+    prompt = template_ids(VERIFIER.tokenizer, turns[:3])
+    assert made.messages[3]["token_ids"] == step_by_step(prompt, 12)
+    [row] = render(made, VERIFIER.tokenizer, VERIFIER.terminator_ids, 500)
+    supervised = [i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]
+    assert supervised == made.messages[3]["token_ids"] and row.context_only == 1
+    capsys.readouterr()
+    assert answers(settings(tmp_path, str(file))) == {"x": made}
+    assert "1 conversations, 0 tokens written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

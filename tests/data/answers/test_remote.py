@@ -109,7 +109,8 @@ def test_a_killed_run_asks_again_only_what_was_in_flight(
     _, errors = program.communicate(timeout=120)
     assert program.returncode == -signal.SIGKILL, errors
     stub.when_replied = lambda count: None
-    before = {c.id: len(c.messages) // 2 for c in answered(tmp_path)}
+    # of two rows with one id, which read as "place:id", the later counts
+    before = {c.id.split(":")[-1]: len(c.messages) // 2 for c in answered(tmp_path)}
     assert set(before.values()) == {1, 2}, "some are between their turns"
     kept = sum(before.values())
     assert 25 - 4 <= kept < 120
@@ -200,6 +201,57 @@ def test_a_server_without_token_ids_gives_texts_and_this_is_said(
     run(settings(tmp_path, verifier, stub))
     stub.kill()
     assert not stub.bodies, "the texts are known to be answers"
+
+
+def test_a_server_is_sent_calls_as_text_and_the_answer_after_their_result_is_kept(
+    tmp_path: Path, verifier: str
+) -> None:
+    call = {"type": "function", "function": {"name": "w3", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "w4", "tool_calls": [call]},
+        {"role": "tool", "content": "w5"},
+    ]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "x", "messages": turns}) + "\n")
+    stub = Stub()
+    run(settings(tmp_path, verifier, stub))
+    run(settings(tmp_path, verifier, stub))
+    stub.kill()
+    [body] = stub.bodies
+    [sent] = body["messages"][1]["tool_calls"]
+    assert sent["function"] == {"name": "w3", "arguments": '{"a": 1}'}
+    assert (
+        body["messages"][2]["tool_call_id"] == sent["id"]
+        and "context_only" not in body["messages"][1]
+    )
+    [made] = answered(tmp_path)
+    assert made.messages[:3] == [turns[0], turns[1] | {"context_only": True}, turns[2]]
+    assert made.messages[3]["token_ids"] == stub_remote.answer(template_ids(TOKENIZER, turns))
+
+
+def test_what_the_template_refuses_is_skipped_and_never_sent(
+    tmp_path: Path, verifier: str, capsys: pytest.CaptureFixture
+) -> None:
+    write_prompts(tmp_path, 6)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    for row in rows[::2]:
+        system = {"role": "system", "content": "w0"}
+        row["messages"] = [system, {"role": "user", "content": row.pop("turns")[0]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Path(verifier) / "chat_template.jinja"
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    before = config.read_text()
+    config.write_text(strict + before)
+    stub = Stub()
+    try:
+        run(settings(tmp_path, verifier, stub))
+    finally:
+        stub.kill()
+        config.write_text(before)
+    assert [c.id for c in answered(tmp_path)] == [row["id"] for row in rows[1::2]]
+    assert len(stub.bodies) == 3
+    said = "3 prompts skipped as the chat template refuses it (such as row 'p"
+    assert said in capsys.readouterr().err
 
 
 def test_another_model_or_template_on_the_server_is_found_out(
