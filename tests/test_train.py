@@ -147,7 +147,11 @@ def test_resumed_run_equals_an_unbroken_one(
 
 
 def test_interrupted_run_ends_with_code_130_and_can_be_resumed(
-    tmp_path: Path, verifier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path,
+    verifier: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     settings = recipe(tmp_path, verifier, save_every=2)
     run(settings)
@@ -162,6 +166,9 @@ def test_interrupted_run_ends_with_code_130_and_can_be_resumed(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sys, "argv", ["eagle3.py", "--config", str(tmp_path / "recipe.yaml")])
+    # A shell lets its background jobs ignore the signal, and with them pytest.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(Tracker, "advance", advance_and_interrupt)
         AcceleratorState._reset_state()

@@ -5,6 +5,7 @@ import pytest
 
 from headstart.data.conversations.conversation import parse
 from headstart.data.conversations.files import rows_of
+from headstart.data.conversations.law import Law
 from headstart.data.conversations.reading import Reader, read
 
 TURNS = [{"role": "user", "content": "hello"}]
@@ -54,8 +55,8 @@ def test_cells_of_a_csv_have_the_kinds_that_rows_need(tmp_path):
     file.write_text('prompt,temperature,category\n12,0.5,7\n"two\nlines ""x""",,\n')
     first, second = read(str(file))
     assert first.messages[0]["content"] == "12"
-    assert (first.temperature, first.category, first.id) == (0.5, "7", "rows-000001")
-    assert second.messages[0]["content"] == 'two\nlines "x"' and second.temperature is None
+    assert (first.law, first.category, first.id) == (Law(0.5), "7", "rows-000001")
+    assert second.messages[0]["content"] == 'two\nlines "x"' and second.law is None
 
 
 def test_lines_go_on_from_a_place_and_keep_their_numbers(tmp_path):
